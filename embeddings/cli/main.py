@@ -76,17 +76,16 @@ COMMANDS = {
         "embeddings.cli.show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
     ),
     "show latent-attention": Command(
-        "embeddings.cli.show:latent_attention", "plot which latents the tokens of texts attend to", ("texts",)
+        "embeddings.cli.show:latent_attention", "show which latents the tokens of texts attend to", ("texts",)
     ),
     "show routing": Command(
         "embeddings.cli.show:routing",
-        "plot how a sparse model routes tokens, or the expert loads of runs",
+        "show how a sparse model routes tokens, or the expert loads of runs",
         ("texts",),
         is_optional=True,
     ),
     "show contextual-shift": Command("embeddings.cli.show:contextual_shift", "plot how vectors move between contexts"),
     "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
-    "show sparsity": Command("embeddings.cli.show:sparsity", "plot the share of zeros in each matrix of a model"),
 }
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",

@@ -12,22 +12,16 @@ from embeddings.common.text import format_table, one_line
 from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import TokenSpan
-from embeddings.figures.clusters import (
-    MAX_CLUSTERS,
-    MAX_CORPORA,
-    MAX_DOCUMENTS,
-    PERPLEXITY,
-    draw_cluster_points,
-    neighbour_map,
-)
+from embeddings.figures.clusters import MAX_CLUSTERS, MAX_CORPORA, MAX_DOCUMENTS, draw_cluster_points
 from embeddings.figures.drawing import run_names
 from embeddings.figures.heat_maps import (
-    MAX_COLUMNS,
     MEAN,
     PLACE_NAMES,
-    draw_latents_by_text,
-    layer_shares,
+    HeatMap,
+    expert_map,
+    latent_maps,
     spread,
+    text_map,
     token_name,
     weighted_pieces,
 )
@@ -45,8 +39,6 @@ from embeddings.inference.inspection import (
 )
 from embeddings.inference.vector_folder import Document
 from embeddings.models import AnchorTokenPooling, Embedder
-from embeddings.models.model_files import resolve_model, zeros_by_matrix
-from embeddings.models.moe.upcycling import load_metrics
 from embeddings.models.poolings import pooling_name
 
 # Number of latents listed for a token, and for the mean of a text's tokens.
@@ -178,48 +170,42 @@ def _anchor_table(weights: TokenWeights) -> str:
 def latent_attention(
     texts: list[str],
     model: str,
-    output: Path = Path("latent-attention.png"),
+    output: Path = Path("latent-attention.html"),
     prompt_name: str | None = None,
     role: Literal["document", "query"] = "document",
     head: int | None = None,
     num_latents: int = 24,
     by_text: bool = False,
 ) -> None:
-    """Plot which latents the tokens of texts attend to, in a model with latent attention, and print a table.
+    """Show which latents the tokens of texts attend to, in a model with latent attention, and print a table.
 
     Args:
         texts: The texts, shown over the same latents.
         model: A model directory or Hub id.
-        output: The PNG file to write.
+        output: The HTML file to write.
         prompt_name: Name of the model's prompt to prepend to each text; default the role's. Its tokens are not shown.
         role: Role of the texts, which determines the default prompt and the maximum length.
         head: The head whose attention is shown, from 0; default the mean over all heads.
         num_latents: Number of latents shown: those with the most attention over all texts.
-        by_text: Whether to show a row for each text and a column for each latent of each head, as in NV-Embed's Fig. 2.
+        by_text: Whether to show one row for each text, the mean over its tokens, as in NV-Embed's Fig. 2.
     """
     _check_texts(texts)
-    if not 1 <= num_latents <= MAX_COLUMNS:
-        rule = f"must be from 1 to {MAX_COLUMNS}"
-        raise OptionError("num_latents", num_latents, rule, "24 is usual")
-    figures.check_output(output)
+    if num_latents < 1:
+        raise OptionError("num_latents", num_latents, "must be >= 1", "24 is usual")
+    figures.check_output(output, "an HTML file", needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
     weights = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
     _check_tokens(texts, [each.spans for each in weights])
     pooling = latent_pooling(embedder)
     total, shown = len(pooling.latents), min(num_latents, len(pooling.latents))
-    if by_text:
-        title = f"{one_line(Path(model).name, 40)}: latents that its texts attend to"
-        subtitle = "Latent attention, the mean over each text's tokens (NV-Embed, Fig. 2)."
-        draw_latents_by_text(weights, title, subtitle, output)
-        print(f"{title}\n{subtitle}\n\nwrote {output}")
-        return
     heads = f"mean of {pooling.num_heads} heads" if head is None else f"head {head} of {pooling.num_heads}"
-    title = f"{one_line(Path(model).name, 40)}: latents that its tokens attend to"
+    title = f"{one_line(Path(model).name, 40)}: latents that its {'texts' if by_text else 'tokens'} attend to"
     subtitle = (
         f"Latent attention, {heads}. Columns: the {shown} of {total} latents with the most attention, numbered from 0. "
         "Spread: effective number of latents that a row attends to (exponential of the entropy)."
     )
-    figures.draw_latent_weights(weights, num_latents, title, subtitle, output)
+    maps = [text_map(weights, num_latents)] if by_text else latent_maps(weights, num_latents)
+    figures.write_heat_maps(maps, 1 / total, title, subtitle, output)
     print("\n\n".join([f"{title}\n{subtitle}", *map(_latent_table, weights), f"wrote {output}"]))
 
 
@@ -241,22 +227,22 @@ def routing(
     texts: list[str],
     model: str | None = None,
     runs: Path | list[Path] | None = None,
-    output: Path = Path("routing.png"),
+    output: Path | None = None,
     input: Path | None = None,
     prompt_name: str | None = None,
     role: Literal["document", "query"] | None = None,
 ) -> None:
-    """Plot how a sparse model routes the tokens of texts, or how evenly training runs used the experts.
+    """Show how a sparse model routes the tokens of texts, or how evenly training runs used the experts.
 
-    With `--model`, the figure has a row for each sparse layer and a column for each expert, also printed as a table.
-    With `--runs`, it has two curves for each run, which the callback `RoutingStatistics` logged: the load entropy and
-    the number of idle experts.
+    With `--model`, an HTML page has a row for each sparse layer and a column for each expert, also printed as a table.
+    With `--runs`, a PNG file has two curves for each run, which the callback `RoutingStatistics` logged: the load
+    entropy and the number of idle experts.
 
     Args:
         texts: The texts, with `--model` only. Duplicates count once.
         model: A model directory or Hub id.
         runs: Folders of runs, each with the `metrics.csv` that `fit` wrote; several as `[RUN, RUN]`.
-        output: The PNG file to write.
+        output: The file to write; default `routing.html` with `--model`, `routing.png` with `--runs`.
         input: A JSONL (also `.gz`) or Parquet file with `text`, and optionally `title`, in place of texts.
         prompt_name: Name of the model's prompt to prepend to each text; default the role's. Its tokens count too.
         role: Role of the texts, which determines the default prompt and the maximum length; default `document`.
@@ -270,15 +256,17 @@ def routing(
         refuse_given(options, "has no effect on runs", hint)
         folders = [runs] if isinstance(runs, Path) else list(runs or ())
         _require_runs("runs", folders)
-        figures.check_output(output)
-        figures.draw_routing_curves(folders, output)
-        print(f"wrote {output}")
+        picture = output or Path("routing.png")
+        figures.check_output(picture)
+        figures.draw_routing_curves(folders, picture)
+        print(f"wrote {picture}")
         return
     if bool(texts) == (input is not None):
         got = "both" if texts else "neither"
         raise OptionError("TEXT", got, "or input must be given", "give texts, or --input FILE")
     _check_texts(texts)
-    figures.check_output(output)
+    page = output or Path("routing.html")
+    figures.check_output(page, "an HTML file", needs_matplotlib=False)
     if input is not None:
         texts = [document.text for document in read_corpus(input)]
         if not any(text.strip() for text in texts):
@@ -291,36 +279,16 @@ def routing(
         f"{loads.num_tokens:,} tokens with prompts and special tokens, each routed to {loads.top_k} of "
         f"{num_experts} experts. Layers and experts are numbered from 0."
     )
-    figures.draw_expert_loads(loads, title, subtitle, output)
-    load = load_metrics(loads.count_YX)
-    rows: list[list[object]] = [["layer", "entropy", "busiest/even", "idle", *range(num_experts)]]
-    columns = (loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist())
-    for layer, entropy, highest, idle, shares in zip(*columns, strict=True):
-        rows.append([layer, f"{entropy:.3f}", f"{highest:.2f}", int(idle), *(f"{share:.1%}" for share in shares)])
-    print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
+    heat_map = expert_map(loads)
+    figures.write_heat_maps([heat_map], 1 / num_experts, title, subtitle, page)
+    print(f"{title}\n{subtitle}\n\n{_routing_table(heat_map)}\n\nwrote {page}")
 
 
-def sparsity(model: str, output: Path = Path("sparsity.png")) -> None:
-    """Plot the share of zeros in each matrix of a model's layers, and print it as a table.
-
-    Args:
-        model: A model directory, for example the output of `compress`, or a Hub id.
-        output: The PNG file to write.
-    """
-    figures.check_output(output)
-    zeros = zeros_by_matrix(resolve_model(model))
-    if not zeros:
-        raise InputError(model, "has no matrices in layers", "give a transformer model")
-    num_zeros, num_weights = sum(one.num_zeros for one in zeros), sum(one.num_weights for one in zeros)
-    title = f"{one_line(Path(model).name, 40)}: {num_zeros / num_weights:.2%} of its layers' weights are zero"
-    subtitle = f"{num_weights:,} weights in {len(zeros)} matrices; embeddings, norms and biases are not counted."
-    figures.draw_zeros(zeros, title, subtitle, output)
-    names = list(dict.fromkeys(one.name for one in zeros))
-    rows: list[list[object]] = [["layer", "all", *names]]
-    for layer, share in layer_shares(zeros).items():
-        shares = {one.name: f"{one.fraction:.1%}" for one in zeros if one.layer == layer}
-        rows.append([layer, f"{share:.1%}", *(shares.get(name, "") for name in names)])
-    print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
+def _routing_table(loads: HeatMap) -> str:
+    rows: list[list[object]] = [["layer", *loads.statistics, *loads.columns]]
+    for layer, shares, *statistics in zip(loads.rows, loads.share_NC, *loads.statistics.values(), strict=True):
+        rows.append([layer, *statistics, *(f"{share:.1%}" for share in shares)])
+    return format_table(rows, ">")
 
 
 def contextual_shift(
@@ -392,10 +360,8 @@ def clusters(
     num_clusters: int = 10,
     rows_per_cluster: int = 100,
     seed: int = 0,
-    projection: Literal["pca", "tsne"] = "pca",
-    perplexity: float | None = None,
 ) -> None:
-    """Plot rows of some clusters in two dimensions, and print how compact each cluster is.
+    """Plot rows of some clusters on their two principal components, and print how compact each cluster is.
 
     Args:
         clusters: The folder that `cluster` wrote.
@@ -405,15 +371,10 @@ def clusters(
         num_clusters: Number of randomly chosen clusters, at most 20.
         rows_per_cluster: Maximum rows of a cluster.
         seed: Random seed of the chosen clusters and rows.
-        projection: `pca`, the two principal components, or `tsne`, of at most 5,000 rows.
-        perplexity: Perplexity of t-SNE, about the number of neighbours considered; less than a third of the number of
-            rows, default 30.
     """
     if num_clusters > MAX_CLUSTERS:
         rule = f"must be at most {MAX_CLUSTERS}, since more colours cannot be distinguished"
         raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
-    if perplexity is not None and projection != "tsne":
-        raise OptionError("perplexity", perplexity, "has no effect without --projection tsne", "leave it out")
     figures.check_output(output)
     cluster_folder = ClusterFolder(clusters)
     folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
@@ -428,12 +389,7 @@ def clusters(
         f"{len(points.vector_ND):,} of {cluster_folder.num_rows:,} rows, at most {rows_per_cluster} per cluster. A dot "
         "is a row's query and document vectors, concatenated. Numbers: the clusters, at the centre of their rows."
     )
-    map_N2 = None
-    if projection == "tsne":
-        perplexity = PERPLEXITY if perplexity is None else perplexity
-        subtitle += f" Perplexity {perplexity:g}."
-        map_N2 = neighbour_map(points.vector_ND, perplexity)
-    figures.draw_clusters(points, title, subtitle, output, map_N2)
+    figures.draw_clusters(points, title, subtitle, output)
     columns = ["cluster", "rows", "plotted", "cosine with its mean", "nearest other", "cosine of means"]
     rows: list[list[object]] = [[*columns, "nearest to own mean"]]
     for each in points.facts():

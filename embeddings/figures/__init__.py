@@ -3,7 +3,7 @@
 from embeddings.figures.clusters import draw_clusters, draw_contextual_shift
 from embeddings.figures.curves import draw_curves, draw_routing_curves, draw_sweep
 from embeddings.figures.drawing import check_output
-from embeddings.figures.heat_maps import draw_anchor_tokens, draw_expert_loads, draw_latent_weights, draw_zeros
+from embeddings.figures.heat_maps import draw_anchor_tokens, write_heat_maps
 from embeddings.figures.report import write_report
 
 __all__ = [
@@ -12,10 +12,8 @@ __all__ = [
     "draw_clusters",
     "draw_contextual_shift",
     "draw_curves",
-    "draw_expert_loads",
-    "draw_latent_weights",
     "draw_routing_curves",
     "draw_sweep",
-    "draw_zeros",
+    "write_heat_maps",
     "write_report",
 ]

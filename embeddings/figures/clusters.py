@@ -32,8 +32,6 @@ from embeddings.inference.vectors import unit_rows
 MAX_CLUSTERS = 20
 MAX_DOCUMENTS = 20
 MAX_CORPORA = 6
-MAX_POINTS = 5000
-PERPLEXITY = 30.0
 _MARKERS = ("o", "^", "s", "v", "P", "X")
 _NAME_LENGTH = 48
 Vectors = npt.NDArray[np.floating[Any]]
@@ -140,23 +138,15 @@ def draw_cluster_points(
     return ClusterPoints(chosen.tolist(), sizes[chosen], np.array(indices), unit_rows(np.stack(vectors_of_rows)))
 
 
-def draw_clusters(
-    points: ClusterPoints, title: str, subtitle: str, output: Path, map_N2: npt.NDArray[np.float64] | None = None
-) -> None:
+def draw_clusters(points: ClusterPoints, title: str, subtitle: str, output: Path) -> None:
     """Plot rows of at most 20 clusters on their first two principal axes, with a colour and a number per cluster.
 
-    Clusters that touch here may be apart in other dimensions; the axis labels have the shares of the variance. `map_N2`
-    replaces the plane (see `neighbour_map`); a number is then at the median of its cluster, not at the mean.
+    Clusters that touch here may be apart in other dimensions; the axis labels have the shares of the variance.
     """
     assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
     plane = Plane.of(points.vector_ND)
-    if map_N2 is None:
-        point_N2, mean_K2 = plane.points(points.vector_ND), plane.points(points.mean_KD)
-    else:
-        point_N2 = map_N2
-        indices = range(len(points.clusters))
-        mean_K2 = np.stack([np.median(map_N2[points.index_N == index], axis=0) for index in indices])
+    point_N2, mean_K2 = plane.points(points.vector_ND), plane.points(points.mean_KD)
     figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
     colours = list(map(colour_of, range(len(points.clusters))))
     for index, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
@@ -166,46 +156,10 @@ def draw_clusters(
     for cluster, colour, (x, y) in zip(points.clusters, colours, mean_K2.tolist(), strict=True):
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": colour, "linewidth": 1.2, "alpha": 0.85}
         axis.text(x, y, str(cluster), size=8, color=BLACK, ha="center", va="center", bbox=box)
-    if map_N2 is None:
-        plane.name_axes(axis)
-    else:
-        # The axes and distances of t-SNE have no unit.
-        axis.set_aspect("equal", adjustable="datalim")
-        axis.set_xticks([])
-        axis.set_yticks([])
-        axis.set_xlabel("t-SNE: neighbourhoods have a meaning, distances between groups have none", size=9)
+    plane.name_axes(axis)
     figure.legend(loc="outside right upper", title="cluster (rows)", frameon=False, markerscale=2, fontsize=9)
     write_heading(figure, axis, title, subtitle, 88)
     write_png(figure, output)
-
-
-def check_neighbour_map(num_points: int, perplexity: float) -> None:
-    """Check that t-SNE is possible for this number of vectors and perplexity."""
-    if not perplexity >= 1:
-        raise OptionError("perplexity", perplexity, "must be >= 1", "30 is usual")
-    if num_points > MAX_POINTS:
-        rule = f"is limited to {MAX_POINTS:,} rows, here {num_points:,}"
-        raise OptionError("projection", "tsne", rule, "lower rows_per_cluster or num_clusters")
-    # The neighbourhood of a row is its 3 x perplexity nearest rows.
-    if num_points <= 3 * perplexity:
-        rule = f"must be below a third of the {num_points} rows drawn"
-        raise OptionError("perplexity", perplexity, rule, "lower it, or draw more rows")
-
-
-def neighbour_map(vector_ND: npt.NDArray[np.floating[Any]], perplexity: float = PERPLEXITY) -> npt.NDArray[np.float64]:
-    """The t-SNE positions of vectors (N, D), (N, 2) float64; `check_neighbour_map` checks the arguments.
-
-    Neighbours remain neighbours; the distances between groups and their sizes have no meaning. Distances are Euclidean,
-    which orders unit vectors like the cosine. `perplexity` is roughly the number of neighbours of a vector.
-
-    Determinism: starts from the two principal axes; equal for equal arguments on one machine and number of threads.
-    Source: van der Maaten and Hinton 2008, "Visualizing Data using t-SNE"; scikit-learn's Barnes-Hut version.
-    """
-    from sklearn.manifold import TSNE
-
-    check_neighbour_map(len(vector_ND), perplexity)
-    layout = TSNE(n_components=2, perplexity=perplexity, init="pca", learning_rate="auto", random_state=0)
-    return np.asarray(layout.fit_transform(np.asarray(vector_ND, dtype=np.float32)), dtype=np.float64)
 
 
 def draw_contextual_shift(

@@ -116,19 +116,6 @@ def test_the_score_before_and_after_is_in_table_and_card(compress, tmp_path, cap
     assert "| zeros in the layers' matrices | 50.00% |" in card
 
 
-def test_sparsity_is_shown_as_a_figure_and_a_table(compress, capsys):
-    pytest.importorskip("matplotlib")
-    assert compress("--prune", "magnitude", "--pattern", "2:4", calibration=None) == 0
-    capsys.readouterr()
-    assert main(["show", "sparsity", "--model", "small", "--output", "zeros.png"]) == 0
-    printed = capsys.readouterr().out
-    assert Path("zeros.png").read_bytes().startswith(b"\x89PNG")
-    assert printed.startswith("small: 50.00% of its layers' weights are zero\n24,576 weights in 18 matrices")
-    rows = [line.split() for line in printed.splitlines() if "%" in line][1:]
-    assert [row[:2] for row in rows] == [["0", "50.0%"], ["1", "50.0%"], ["2", "50.0%"]]
-    assert all(cell == "50.0%" for row in rows for cell in row[1:])
-
-
 def test_all_other_files_of_a_model_directory_are_copied(compress, tmp_path):
     """The parts beside the backbone keep their weights."""
     pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)

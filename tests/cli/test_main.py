@@ -151,7 +151,7 @@ def test_every_command_loads_and_documents_each_option(capsys):
         (["predict", "--config", "a.yaml"], 2, "there is no command 'predict'; did you mean encode? --help lists all"),
         (["search", "--modle", "x", "words"], 2, "modle"),
         (["prepare", "nothing"], 2, "docstrings"),
-        (["show"], 2, "or routing or contextual-shift or clusters or sparsity, got nothing"),
+        (["show"], 2, "or routing or contextual-shift or clusters, got nothing"),
         (["show", "curve", "--run", "."], 2, "got 'curve'; show --help lists them"),
         (["fit", "--config", "no/such.yaml"], 2, "no/such.yaml: no such file"),
         (["fit", "--trainer.max_stepz", "3"], 2, "did you mean --trainer.max_steps?"),

@@ -23,7 +23,7 @@ TEXT = "the quick brown fox, one length"
 TEXTS = [TEXT, "dog"]
 HEADER = "step,train/loss,routing/load_entropy,routing/idle_experts\n"
 IDS = [row % 6 for row in range(60)]
-DRAWN = ("latent_weights", "expert_loads", "routing_curves", "contextual_shift", "clusters", "anchor_tokens")
+DRAWN = ("draw_routing_curves", "draw_contextual_shift", "draw_clusters", "draw_anchor_tokens", "write_heat_maps")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def corpora(tmp_path):
 
 @pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    return collected_drawings(monkeypatch, tmp_path, *(f"draw_{name}" for name in DRAWN))
+    return collected_drawings(monkeypatch, tmp_path, *DRAWN)
 
 
 def show(kind, models, name, *words):
@@ -140,10 +140,9 @@ def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
 
 
 def test_a_figure_and_a_table_of_latent_attention(models, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     assert show("latent-attention", models, "latent", TEXT, "dog") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["latent-attention.png"]
-    assert (tmp_path / "latent-attention.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["latent-attention.html"]
+    assert (tmp_path / "latent-attention.html").read_bytes().startswith(b"<!DOCTYPE html>")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "latent: latents that its tokens attend to"
     assert lines[1].startswith("Latent attention, mean of 2 heads. Columns: the 24 of 30 latents with the most at")
@@ -155,10 +154,9 @@ def test_a_figure_and_a_table_of_latent_attention(models, tmp_path, capsys):
         shares = [float(share.strip("()%")) for share in latents.split()[1::2]]
         assert shares == sorted(shares, reverse=True)
         assert len(shares) == (8 if name == "mean" else 3)
-    assert lines[-1] == "wrote latent-attention.png"
-    (tmp_path / "latent-attention.png").unlink()
+    assert lines[-1] == "wrote latent-attention.html"
     assert show("latent-attention", models, "latent", TEXT, "dog", "--by-text") == 0
-    assert (tmp_path / "latent-attention.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "latent-attention.html").read_text().count("<tr") == 3
     assert capsys.readouterr().out.splitlines()[0] == "latent: latents that its texts attend to"
 
 
@@ -166,19 +164,26 @@ def test_the_head_the_prompt_and_the_columns_can_be_chosen(models, drawing, caps
     for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"]]:
         assert show("latent-attention", models, "latent", TEXT, *options) == 0
     (mean,), (first,), (second,), (prompted,) = (drawn[0] for drawn in drawing)
-    np.testing.assert_allclose((first.weight_TR + second.weight_TR) / 2, mean.weight_TR, rtol=0, atol=1e-6)
-    assert abs(first.weight_TR - second.weight_TR).max() > 0.01
-    assert prompted.text == f"search_query: {TEXT}"
-    assert [drawn[1] for drawn in drawing] == [24, 24, 64, 24]
+    assert abs(first.share_NC - mean.share_NC).max() > 0.01
+    assert prompted.caption == f"search_query: {TEXT}"
+    assert [len(drawn[0][0].columns) for drawn in drawing] == [24, 24, 30, 24]
+    # With all latents, the mean over the heads of a latent's column is in the plain map.
+    shares = dict(zip(mean.columns, mean.share_NC.T, strict=True))
+    of_second = dict(zip(second.columns, second.share_NC.T, strict=True))
+    of_first = dict(zip(first.columns, first.share_NC.T, strict=True))
+    shared = shares.keys() & of_first.keys()
+    assert len(shared) > 5
+    for latent in shared:
+        halves = (of_first[latent] + of_second[latent]) / 2
+        np.testing.assert_allclose(halves, shares[latent], rtol=0, atol=1e-6)
     assert "head 1 of 2. Columns: the 30 of 30 latents" in drawing[2][3]
 
 
 def test_a_figure_and_a_table_of_routing(models, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "routing.png").write_bytes(b"old")
+    (tmp_path / "routing.html").write_bytes(b"old")
     assert show("routing", models, "sparse", *TEXTS) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["routing.png"]
-    assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["routing.html"]
+    assert (tmp_path / "routing.html").read_bytes().startswith(b"<!DOCTYPE html>")
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0] == "sparse: routing of the tokens of 2 texts"
@@ -193,20 +198,20 @@ def test_a_figure_and_a_table_of_routing(models, tmp_path, capsys):
         assert sum(shares) == pytest.approx(100, abs=0.2)
         assert max(shares) / 25 == pytest.approx(float(highest), abs=0.01)
         assert shares.count(0) == int(idle)
-    assert lines[-1] == "wrote routing.png"
+    assert lines[-1] == "wrote routing.html"
 
 
 def test_texts_may_come_from_a_file_and_prompts_are_counted(models, drawing, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[0]]))
     from_file = ["--input", "texts.jsonl"]
-    by_name = [*from_file, "--prompt-name", "query", "--output", "other.png"]
+    by_name = [*from_file, "--prompt-name", "query", "--output", "other.html"]
     for words in ([*TEXTS, "--role", "query"], by_name, from_file):
         assert show("routing", models, "sparse", *words) == 0
-    by_role, by_name, plain = (drawn[0].count_YX for drawn in drawing)
+    by_role, by_name, plain = (drawn[0][0].share_NC for drawn in drawing)
     assert by_role.tolist() == by_name.tolist() != plain.tolist()
-    assert drawing[0][0].num_tokens > drawing[2][0].num_tokens == 12
-    assert [drawn[3].name for drawn in drawing] == ["routing.png", "other.png", "routing.png"]
-    assert drawing[1][1] == drawing[0][1] == "sparse: routing of the tokens of 2 texts"
+    assert drawing[2][3].startswith("12 tokens with prompts") != drawing[0][3].startswith("12 tokens")
+    assert [drawn[4].name for drawn in drawing] == ["routing.html", "other.html", "routing.html"]
+    assert drawing[1][2] == drawing[0][2] == "sparse: routing of the tokens of 2 texts"
 
 
 def test_one_run_or_several_may_be_given(tmp_path, drawing):
@@ -269,18 +274,6 @@ def test_a_figure_and_a_table_of_clusters(tmp_path, capsys):
     assert lines[-1] == "wrote clusters.png"
 
 
-def test_a_map_of_neighbours_depends_on_its_seed_and_reports_its_perplexity(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    write_clusters(tmp_path / "found", IDS, 6)
-    line = ["show", "clusters", "--clusters", "found", "--projection", "tsne", "--perplexity", "5"]
-    line += ["--rows-per-cluster", "5", "--output"]
-    for name, seed in (("a.png", "3"), ("b.png", "3"), ("c.png", "4")):
-        assert main([*line, name, "--seed", seed]) == 0
-        assert "at the centre of their rows. Perplexity 5.\n" in capsys.readouterr().out
-    pictures = [(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")]
-    assert pictures[0] == pictures[1] != pictures[2]
-
-
 def test_the_output_of_cluster_can_be_shown(tmp_path, capsys, drawing):
     pytest.importorskip("faiss")
 
@@ -317,7 +310,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("anchor-tokens --model mean TEXT --layers []", "pooling.layers must name a layer"),
         ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
         ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory; name an HTML file"),
-        ("latent-attention --model latent TEXT --num-latents 65", "num_latents must be from 1 to 64"),
+        ("latent-attention --model latent TEXT --num-latents 0", "num_latents must be >= 1"),
         ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
         ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
         ("routing --model sparse", "TEXT or input must be given, got 'neither'; give texts, or --input FILE"),
@@ -329,7 +322,6 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("contextual-shift --model contextual --corpus one.jsonl --num-documents 21", "num_documents must be from"),
         ("contextual-shift --model contextual --corpus one.jsonl --num-contexts 1", "num_contexts must be >= 2"),
         ("clusters --clusters found --num-clusters 21", "num_clusters must be at most 20"),
-        ("clusters --clusters found --perplexity 5", "perplexity has no effect without --projection tsne"),
         ("report", "run"),
         ("report file", "file: is not a folder; give a run's folder"),
         ("report other", "other/config.yaml: no such file; give a run's folder"),
@@ -353,8 +345,7 @@ def test_a_show_error_is_reported_in_one_line_and_nothing_is_written(line, says,
 @pytest.mark.parametrize(
     "line",
     [
-        "show latent-attention --model MODELS/latent text",
-        "show routing --model MODELS/sparse text",
+        "show routing --runs whole",
         "show contextual-shift --model MODELS/contextual --corpus one.jsonl",
         "show clusters --clusters found",
         "report whole",

@@ -1,5 +1,7 @@
 """Figures that are not written and closed, so that tests can inspect them."""
 
+import warnings
+
 import pytest
 
 
@@ -12,10 +14,12 @@ def kept(monkeypatch):
     figures = []
 
     def keep(figure, output):
-        figure.draw_without_rendering()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")
+            figure.draw_without_rendering()
         figures.append(figure)
 
-    for name in ("clusters", "curves", "heat_maps"):
+    for name in ("clusters", "curves"):
         monkeypatch.setattr(f"embeddings.figures.{name}.write_png", keep)
     yield figures
     for figure in figures:

@@ -1,22 +1,19 @@
-"""Clusters and documents in contexts, on a plane or a t-SNE map."""
+"""Clusters and documents in contexts, on the plane of their principal axes."""
 
 import numpy as np
 import pytest
 
-from embeddings.common import OptionError
 from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.clusters import (
     MAX_CLUSTERS,
     MAX_CORPORA,
     MAX_DOCUMENTS,
-    MAX_POINTS,
     ClusterPoints,
     Plane,
     draw_cluster_points,
     draw_clusters,
     draw_contextual_shift,
-    neighbour_map,
 )
 from embeddings.inference import ContextualShift
 from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
@@ -77,20 +74,6 @@ def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
     assert [text.get_text() for text in legend.get_texts()] == wanted
     assert axis.get_xlabel().startswith(f"first principal axis ({plane.share_2[0]:.1%}")
     assert figure.get_suptitle() == "A $title$"
-
-
-def test_a_map_replaces_the_plane_and_has_no_scale(kept, tmp_path):
-    points = points_of(2)
-    map_N2 = np.arange(16.0).reshape(8, 2) ** 2
-    draw_clusters(points, "t", "s", tmp_path / "a.png", map_N2)
-    figure = kept[-1]
-    (axis,) = figure.axes
-    for place, dots in enumerate(axis.collections):
-        own_n2 = map_N2[4 * place : 4 * place + 4]
-        np.testing.assert_allclose(np.asarray(dots.get_offsets()), own_n2)
-        np.testing.assert_allclose(axis.texts[place].get_position(), np.median(own_n2, axis=0))
-    assert (list(axis.get_xticks()), list(axis.get_yticks())) == ([], [])
-    assert axis.get_xlabel().startswith("t-SNE")
 
 
 @pytest.mark.parametrize("num_clusters", [1, MAX_CLUSTERS])
@@ -161,38 +144,6 @@ def test_the_plane_is_that_of_the_largest_eigenvalues():
     assert (plane.axis_2D[np.arange(2), np.abs(plane.axis_2D).argmax(1)] > 0).all()
     # Mirrored vectors have the same axes.
     np.testing.assert_allclose(Plane.of(-vectors).axis_2D, plane.axis_2D, atol=1e-6)
-
-
-def groups(seed=0):
-    """Three groups of 12 unit vectors that are far apart."""
-    rng = np.random.default_rng(seed)
-    index_N = np.repeat(np.arange(3), 12)
-    vector_ND = np.eye(8)[index_N] + 0.1 * rng.normal(size=(36, 8))
-    return index_N, (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
-
-
-def test_neighbours_stay_neighbours():
-    index_N, vector_ND = groups()
-    point_N2 = neighbour_map(vector_ND, perplexity=5)
-    assert point_N2.shape == (36, 2)
-    distance_NN = np.linalg.norm(point_N2[:, None] - point_N2[None], axis=-1)
-    nearest_N5 = np.argsort(distance_NN, axis=1)[:, 1:6]
-    assert (index_N[nearest_N5] == index_N[:, None]).all()
-
-
-@pytest.mark.parametrize(
-    ("num_points", "perplexity", "says"),
-    [
-        (36, 12, "perplexity must be below a third of the 36 rows drawn, got 12; lower it, or draw more rows"),
-        (1, 1, "perplexity must be below a third of the 1 rows drawn"),
-        (36, 0.5, "perplexity must be >= 1, got 0.5"),
-        (36, float("nan"), "perplexity must be >= 1, got nan"),
-        (MAX_POINTS + 1, 30, "projection is limited to 5,000 rows, here 5,001"),
-    ],
-)
-def test_invalid_maps_are_refused(num_points, perplexity, says):
-    with pytest.raises(OptionError, match=says):
-        neighbour_map(np.zeros((num_points, 2)), perplexity)
 
 
 def shift_of(num_documents, num_contexts):

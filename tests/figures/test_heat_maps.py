@@ -1,4 +1,4 @@
-"""Heat maps of expert loads, of latent weights and of zeros, and texts with shaded tokens."""
+"""Pages of expert loads and latent weights, and texts with shaded tokens."""
 
 import re
 from html import unescape
@@ -7,103 +7,49 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.common import InputError
 from embeddings.data.tokenize import TokenSpan
-from embeddings.figures.drawing import GREY
 from embeddings.figures.heat_maps import (
-    MAX_EXPERTS,
-    MAX_ROWS,
     busiest_latents,
     draw_anchor_tokens,
-    draw_expert_loads,
-    draw_latent_weights,
-    draw_latents_by_text,
-    draw_zeros,
-    layer_shares,
+    expert_map,
+    latent_maps,
     spread,
+    text_map,
     weighted_pieces,
+    write_heat_maps,
 )
 from embeddings.inference import ExpertLoads, LatentWeights, TokenWeights
-from embeddings.models.model_files import MatrixZeros
-from tests.helpers.shown import check_layout
-
-pytest.importorskip("matplotlib")
 
 COUNTS = torch.tensor([[2, 2, 2, 2], [6, 2, 0, 0]])
 
 
-@pytest.fixture
-def loads_drawn(kept, tmp_path):
-    """The axes of expert loads: the heat map and its scale."""
-
-    def draw(count_YX, subtitle="about it"):
-        layers = list(range(1, 2 * len(count_YX), 2))
-        draw_expert_loads(ExpertLoads(layers, count_YX, 1), "A title", subtitle, tmp_path / "a.png")
-        return kept[-1].axes
-
-    return draw
+def cells_of(page):
+    """The text and the colours of the shaded cells of each row."""
+    rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    return [[cell[::-1] for cell in re.findall(r'<td style="(.*?)">(.*?)</td>', row)] for row in rows[1:]]
 
 
-@pytest.fixture
-def latents_drawn(kept, tmp_path):
-    """The axes of latent weights: a heat map per text, and the scale."""
-
-    def draw(texts, num_columns=3, subtitle="about it"):
-        draw_latent_weights(texts, num_columns, "A title", subtitle, tmp_path / "a.png")
-        return kept[-1].axes
-
-    return draw
-
-
-def cells_of(axis):
-    return [text.get_text() for text in axis.texts if not hasattr(text, "xycoords")]
-
-
-def statistics_of(axis):
-    """Columns of numbers beside a heat map, each under its name."""
-    words = [text.get_text() for text in axis.texts if hasattr(text, "xycoords")]
-    size = 1 + len(axis.get_yticklabels())
-    return [words[start : start + size] for start in range(0, len(words), size)]
-
-
-def labels(axis):
-    return [[label.get_text() for label in found] for found in (axis.get_xticklabels(), axis.get_yticklabels())]
-
-
-def test_each_cell_has_its_share_and_its_shade_and_each_layer_its_metrics(loads_drawn):
-    heat, scale = loads_drawn(COUNTS)
-    assert cells_of(heat) == ["25.0%"] * 4 + ["75.0%", "25.0%", "idle", "idle"]
-    (image,) = heat.images
-    assert image.get_array().tolist() == [[0.25] * 4, [0.75, 0.25, 0, 0]]
-    assert image.get_clim() == (0.0, 0.75)
-    assert [heat.texts[place].get_color() for place in (4, 6)] == ["white", GREY]
-    assert labels(heat) == [["0", "1", "2", "3"], ["1", "3"]]
+def test_each_layer_has_its_shares_and_its_metrics():
+    heat_map = expert_map(ExpertLoads([1, 3], COUNTS, 1))
+    assert (list(heat_map.rows), list(heat_map.columns)) == ([1, 3], [0, 1, 2, 3])
+    assert heat_map.share_NC.tolist() == [[0.25] * 4, [0.75, 0.25, 0, 0]]
     entropy = (0.75 * torch.tensor(4 / 3).log() + 0.25 * torch.tensor(4.0).log()) / torch.tensor(4.0).log()
-    assert statistics_of(heat) == [
-        ["load\nentropy", "1.000", f"{float(entropy):.3f}"],
-        ["busiest\n/ even", "1.00", "3.00"],
-        ["idle\nexperts", "0", "2"],
-    ]
-    assert [label.get_text() for label in scale.get_xticklabels()] == ["0.0%", "25.0%", "75.0%"]
-    assert scale.get_xlabel() == "share of a layer's assignments (even: 25.0%)"
-    empty, _ = loads_drawn(torch.zeros(1, 3, dtype=torch.int64))
-    assert cells_of(empty) == ["idle"] * 3
+    expected = {"entropy": ["1.000", f"{float(entropy):.3f}"], "busiest/even": ["1.00", "3.00"], "idle": ["0", "2"]}
+    assert heat_map.statistics == expected
+    assert expert_map(ExpertLoads([0], torch.zeros(1, 3, dtype=torch.int64), 1)).share_NC.tolist() == [[0.0] * 3]
 
 
-@pytest.mark.parametrize(("num_experts", "even_shade"), [(1, 1.0), (2, 0.5), (8, 0.5)])
-def test_an_even_load_has_a_middle_shade(num_experts, even_shade, loads_drawn):
-    heat, _ = loads_drawn(torch.full((1, num_experts), 5))
-    assert float(heat.images[0].norm(1 / num_experts)) == pytest.approx(even_shade)
-
-
-@pytest.mark.parametrize("num_experts", [1, 8, 32, 33])
-def test_expert_loads_are_laid_out(num_experts, loads_drawn, kept):
-    counts = torch.arange(1, 3 * num_experts + 1).view(3, num_experts)
-    counts[1] = 0
-    counts[1, 0] = 9
-    heat, _ = loads_drawn(counts, "a subtitle of many words, " * 12)
-    assert len(cells_of(heat)) == (3 * num_experts if num_experts <= 32 else 0)
-    check_layout(kept[-1], 15)
+@pytest.mark.parametrize(("num_experts", "even_shade"), [(1, "#b10026"), (2, "#feb24c"), (8, "#feb24c")])
+def test_an_even_load_has_at_most_the_middle_shade(num_experts, even_shade, tmp_path):
+    loads = ExpertLoads([1], torch.full((1, num_experts), 5), 1)
+    write_heat_maps([expert_map(loads)], 1 / num_experts, "a <title>", "about it", tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    ((text, style), *others) = cells_of(page)[0]
+    assert text == f"{1 / num_experts:.1%}"
+    assert f"background:{even_shade};" in style
+    assert len(others) == num_experts - 1
+    assert "<h1>a &lt;title&gt;</h1>" in page
+    assert f"an even share is {1 / num_experts:.1%}" in page
 
 
 def weights_of(text, rows):
@@ -117,19 +63,8 @@ def weights_of(text, rows):
     return LatentWeights(text, spans, weight_TR[None])
 
 
-ONE = weights_of("A $dog$", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
+ONE = weights_of("A <dog>", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
 TWO = weights_of("fox", [[0.0, 0.0, 0.0, 1.0]])
-
-
-def test_the_papers_figure_has_a_row_per_text_and_a_column_per_latent_and_head(kept, tmp_path):
-    # Two heads, two tokens, three latents: averaged over the tokens by hand.
-    first = LatentWeights("good", [], np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]]], dtype=np.float32))
-    second = LatentWeights("$bad$", [], np.array([[[0, 0, 1]], [[0.5, 0.25, 0.25]]], dtype=np.float32))
-    draw_latents_by_text([first, second], "A title", "about it", tmp_path / "a.png")
-    axis = kept[0].axes[0]
-    expected = [[0.5, 0.5, 0, 0, 0, 1], [0, 0, 1, 0.5, 0.25, 0.25]]
-    np.testing.assert_array_equal(np.asarray(axis.images[0].get_array()), expected)
-    assert labels(axis) == [["head 0", "head 1"], ["good", "$bad$"]]
 
 
 def test_texts_count_equally_for_the_busiest_latents():
@@ -144,75 +79,33 @@ def test_the_spread_is_the_effective_number_of_latents():
     assert spread(np.array([0.0, 1.0], dtype=np.float32)) == 1
 
 
-def test_latent_weights_have_a_row_per_token_a_column_per_latent_and_a_mean(latents_drawn):
-    one, two, scale = latents_drawn([ONE, TWO])
-    assert labels(one) == [["3", "1", "2"], ["[CLS]", "A", "$dog$", "[SEP]", "mean"]]
-    assert labels(two) == [["3", "1", "2"], ["[CLS]", "fox", "[SEP]", "mean"]]
-    assert (one.get_xlabel(), two.get_xlabel()) == ("A $dog$", "fox")
-    rows = np.array(one.images[0].get_array())
-    np.testing.assert_allclose(rows[0], [0.0, 0.6, 0.3])
-    np.testing.assert_allclose(rows[-1], ONE.weight_TR.mean(0)[[3, 1, 2]])
-    assert {axis.images[0].get_clim() for axis in (one, two)} == {(0.0, 1.0)}
+def test_latent_weights_have_a_row_per_token_a_column_per_latent_and_a_mean(tmp_path):
+    one, two = latent_maps([ONE, TWO], 3)
+    assert (one.caption, list(one.rows)) == ("A <dog>", ["[CLS]", "A", "<dog>", "[SEP]", "mean"])
+    assert (two.caption, list(two.rows)) == ("fox", ["[CLS]", "fox", "[SEP]", "mean"])
+    assert one.columns == two.columns == [3, 1, 2]
+    np.testing.assert_allclose(one.share_NC[0], [0.0, 0.6, 0.3])
+    np.testing.assert_allclose(one.share_NC[-1], ONE.weight_TR.mean(0)[[3, 1, 2]])
     # The weight of the fourth latent, and exp(entropy), row by row; the numbers of the mean last.
-    others, spreads = statistics_of(one)
-    assert (others[:3], spreads[:3]) == (["others", "10.0%", "25.0%"], ["spread", "2.5", "4.0"])
-    assert others[-1] == f"{ONE.weight_TR.mean(0)[0]:.1%}"
-    assert scale.get_xlabel() == "share of a token's attention (even: 25.0%)"
-    heat, _ = latents_drawn([weights_of("fox", [[0.1] * 10])])
-    assert float(heat.images[0].norm(0.1)) == pytest.approx(0.5)
+    assert one.statistics["others"][:2] == ["10.0%", "25.0%"]
+    assert one.statistics["spread"][:2] == ["2.5", "4.0"]
+    assert one.statistics["others"][-1] == f"{ONE.weight_TR.mean(0)[0]:.1%}"
+    write_heat_maps([one, two], 0.25, "t", "s", tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert page.count("<table>") == 2
+    assert page.count('<tr class="mean">') == 2
+    assert "&lt;dog&gt;</th>" in page
+    # One scale: the weight of 1 in the second text is darkest.
+    assert {text for row in cells_of(page) for text, style in row if "#b10026" in style} == {"100.0%"}
 
 
-@pytest.mark.parametrize("num_latents", [1, 24, 64])
-def test_latent_weights_are_laid_out(num_latents, latents_drawn, kept):
-    rng = np.random.default_rng(0)
-    texts = [
-        weights_of(text, rng.dirichlet(np.ones(512), 4).tolist())
-        for text in ("the quick brown averyveryverylongwordindeed fox " * 4, "a 東京 b")
-    ]
-    latents_drawn(texts, num_latents, "a subtitle of many words, " * 12)
-    check_layout(kept[-1], 60)
-
-
-ZEROS = [
-    MatrixZeros(0, "attention.query", 2, 8),
-    MatrixZeros(0, "mlp.up", 8, 24),
-    MatrixZeros(1, "attention.query", 0, 8),
-    MatrixZeros(1, "mlp.down", 24, 24),
-]
-
-
-def test_zeros_have_a_row_per_layer_and_a_column_per_matrix(kept, tmp_path):
-    draw_zeros(ZEROS, "A title", "about it", tmp_path / "a.png")
-    axis = kept[-1].axes[0]
-    shares = np.ma.filled(axis.images[0].get_array(), np.nan)
-    np.testing.assert_allclose(shares, [[0.25, 1 / 3, np.nan], [0.0, np.nan, 1.0]])
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["attention.query", "mlp.up", "mlp.down"]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["0", "1"]
-    assert cells_of(axis) == ["25.0%", "33.3%", "0.0%", "100.0%"]
-    assert statistics_of(axis) == [["of the\nlayer", "31.2%", "75.0%"]]
-    assert layer_shares(ZEROS) == {0: 10 / 32, 1: 24 / 32}
-
-
-def test_data_too_large_for_a_figure_are_refused(tmp_path):
-    experts = ExpertLoads([1], torch.ones(1, MAX_EXPERTS + 1, dtype=torch.int64), 1)
-    tokens = weights_of("a " * MAX_ROWS, [[0.5, 0.5]])
-    layers = [MatrixZeros(layer, "mlp", 0, 4) for layer in range(MAX_ROWS + 1)]
-    place = ("t", "s", tmp_path / "b.png")
-    for draw, says in (
-        (
-            lambda: draw_expert_loads(experts, *place),
-            "has 4097 experts per layer, more than the maximum of 4096 for a figure",
-        ),
-        (lambda: draw_latent_weights([tokens], 3, *place), "TEXT: needs 1004 rows; the maximum for a figure is 1000"),
-        (
-            lambda: draw_latents_by_text([tokens] * 1001, *place),
-            "TEXT: 1001 texts; the maximum for a figure is 1000",
-        ),
-        (lambda: draw_zeros(layers, *place), "has 1001 layers of 1 matrices"),
-    ):
-        with pytest.raises(InputError, match=says):
-            draw()
-    assert list(tmp_path.iterdir()) == []
+def test_a_text_has_one_row_with_the_mean_of_its_tokens_and_heads():
+    # Two heads, two tokens, three latents: averaged over the tokens and heads by hand.
+    first = LatentWeights("good", [], np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]]], dtype=np.float32))
+    second = LatentWeights("bad", [], np.array([[[0, 0, 1]], [[0.5, 0.25, 0.25]]], dtype=np.float32))
+    heat_map = text_map([first, second], 3)
+    assert (list(heat_map.rows), heat_map.columns) == (["good", "bad"], [2, 0, 1])
+    np.testing.assert_array_equal(heat_map.share_NC, [[0.5, 0.25, 0.25], [0.625, 0.25, 0.125]])
 
 
 def weighted(text, spans, weights, num_prompt=0):

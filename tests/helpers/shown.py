@@ -1,4 +1,4 @@
-"""Helpers for tests of figures: commands without drawing, a model directory, and layout checks."""
+"""Helpers for tests of figures: commands without drawing, a model directory, and a layout check."""
 
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,3 @@ def on_the_page(figure, parts):
         assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1
         assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
     return boxes
-
-
-def check_layout(figure, min_texts):
-    """Check that no text leaves the page or overlaps another."""
-    texts = [figure._suptitle]
-    for axis in figure.axes:
-        texts += [*axis.texts, axis._left_title, axis.xaxis.label, axis.yaxis.label]
-        texts += [*axis.get_xticklabels(), *axis.get_yticklabels()]
-    boxes = on_the_page(figure, [text for text in texts if text.get_text() and text.get_visible()])
-    assert len(boxes) > min_texts
-    for place, box in enumerate(boxes):
-        assert not any(
-            min(box.x1, other.x1) - max(box.x0, other.x0) > 1 and min(box.y1, other.y1) - max(box.y0, other.y0) > 1
-            for other in boxes[:place]
-        )
