@@ -15,11 +15,11 @@ from embeddings.callbacks.run_record import RunRecord, check_output, mark_output
 from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.common.checkpoint_file import PackedContent, pack, read_checkpoint, write_checkpoint
 from embeddings.common.io import Stage, check_disk_space, unnoticed
+from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
 from embeddings.common.protocols import RunData, run_data
 from embeddings.models import Embedder, LanguageModel
 from embeddings.models.model_card import check_licence, keeps_card, write_model_card
-from embeddings.models.model_files import replaced_folder
 from embeddings.training.strategy import training_strategy
 
 

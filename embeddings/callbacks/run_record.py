@@ -38,10 +38,10 @@ from embeddings.common.io import (
     write_json,
     write_text,
 )
+from embeddings.common.own_folder import require_replaceable
 from embeddings.common.process import device_name
 from embeddings.common.protocols import run_data
 from embeddings.models.model_card import TrainingFacts
-from embeddings.models.model_files import require_folder_or_nothing
 from embeddings.models.moe.upcycling import parameter_counts
 
 # The file in a model directory that names the run which wrote it.
@@ -150,7 +150,7 @@ class RunRecord(SaveConfigCallback):
 
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
     """Refuse a path that exists but is not a folder, or, without `replace`, contains another run's model."""
-    require_folder_or_nothing(output)
+    require_replaceable(output)
     place, logger = Path(output).expanduser(), run_logger(trainer)
     # Runs without a record cannot be distinguished.
     if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():

@@ -16,6 +16,7 @@ from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.errors import refuse_given
+from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.text import format_table
 from embeddings.compression import (
     CalibrationOptions,
@@ -39,13 +40,7 @@ from embeddings.models.model_card import (
     read_scores,
     write_model_card,
 )
-from embeddings.models.model_files import (
-    ADAPTER_FOLDER,
-    CURVES_FILE,
-    SCORES_FILE,
-    replaced_folder,
-    require_folder_or_nothing,
-)
+from embeddings.models.model_files import ADAPTER_FOLDER, CURVES_FILE, SCORES_FILE
 from embeddings.models.rotary import write_rotary_model
 from embeddings.modules.checkpoint import configured_module, set_weights
 
@@ -76,7 +71,7 @@ def export(
     """
     from embeddings.interop.onnx import check_onnx
 
-    require_folder_or_nothing(output)
+    require_replaceable(output)
     check_licence("licence", licence)
     if not checkpoint.is_file():
         raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")

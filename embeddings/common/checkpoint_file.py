@@ -6,7 +6,6 @@ lists the tensors under their paths (`state_dict/embedder.backbone…`, `optimiz
 
 import base64
 import errno
-import glob
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import Stage, atomic_path, check_disk_space, disk_full_message, unnoticed
+from embeddings.common.io import Stage, atomic_path, check_disk_space, disk_full_message, remove_abandoned, unnoticed
 
 FORMAT, VERSION = "embeddings checkpoint", 1
 
@@ -208,9 +207,8 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
     entries = _entries(packed.tensors)
     header_bytes = len(_header(packed.tree, entries, dict.fromkeys(packed.tensors, "0" * 16)))
     num_bytes = header_bytes + sum(entry.num_bytes for entry in entries)
-    # Partial files of killed processes.
-    for partial_file in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        partial_file.unlink(missing_ok=True)
+    # Partial files of killed processes take space.
+    remove_abandoned(path.parent)
     needed = num_bytes + num_bytes // 1000
     check_disk_space(path, needed)
     try:

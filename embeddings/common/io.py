@@ -9,18 +9,18 @@ import os
 import platform
 import re
 import shutil
-import tempfile
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
-from glob import escape
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from filelock import FileLock, Timeout
 
 from embeddings import __version__
@@ -35,6 +35,9 @@ SETTINGS = "source_settings"
 # The command that writes a folder, by the kind in its manifest.
 _COMMANDS = {"vectors": "encode", "clusters": "cluster", "pair_index": "cluster --model"}
 _HASH = re.compile("[0-9a-f]{32,}")
+MANIFEST = "manifest.json"
+# Manifest fields: the hash of each file of the folder, and that of all other fields.
+FILES, CHECKSUM = "files", "xxh3_128"
 
 
 # Called with the name of a writer's next stage.
@@ -55,25 +58,23 @@ def atomic_path(
     complete new one. `on_stage` is called with each next stage: "sync", "verify", "rename", "sync folder" and "done".
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        on_stage("sync")
-        fsync_path(temporary)
-        on_stage("verify")
-        if verify is not None:
-            verify(temporary)
-        os.chmod(temporary, 0o666 & ~_umask())
-        on_stage("rename")
-        os.replace(temporary, target)
-        on_stage("sync folder")
-        fsync_path(target.parent)
-        on_stage("done")
-    finally:
-        temporary.unlink(missing_ok=True)
+    with temporary_path(target) as temporary:
+        temporary.touch(mode=0o600, exist_ok=False)
+        try:
+            yield temporary
+            on_stage("sync")
+            fsync_path(temporary)
+            on_stage("verify")
+            if verify is not None:
+                verify(temporary)
+            os.chmod(temporary, 0o666 & ~_umask())
+            on_stage("rename")
+            os.replace(temporary, target)
+            on_stage("sync folder")
+            fsync_path(target.parent)
+            on_stage("done")
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -103,33 +104,63 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` for this process, removed on leaving.
+    """A temporary folder beside `target` for this process, removed on leaving; first removes those of killed ones."""
+    remove_abandoned(target.parent)
+    with temporary_path(target) as folder:
+        try:
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
-    The next process removes the folders of killed processes, whose locks are released.
+
+# Folders from which this process has removed the files of killed processes.
+_TIDIED: set[Path] = set()
+# In the temporary folder of `replaced_folder`: the folder that is being replaced, perhaps its only copy.
+OLD_CONTENT = "old"
+
+
+@contextmanager
+def temporary_path(target: Path) -> Iterator[Path]:
+    """A free path beside `target`, with a lock beside it that shows that this process is alive.
+
+    A process's first call in a folder removes what killed processes left there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(target)
-    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
-    # The lock is beside the folder: inside, another process could recreate it just after its removal.
-    lock_path = folder.with_name(f"{folder.name}.lock")
+    if target.parent not in _TIDIED:
+        _TIDIED.add(target.parent)
+        remove_abandoned(target.parent)
+    path = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    lock_path = path.with_name(f"{path.name}.lock")
     try:
-        with file_lock(lock_path):
-            try:
-                folder.mkdir()
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        with file_lock(lock_path, optional=True):
+            yield path
     finally:
         lock_path.unlink(missing_ok=True)
 
 
-def remove_abandoned(target: Path) -> None:
-    """Remove the temporary folders beside `target` whose processes were killed."""
-    for lock_path in target.parent.glob(f".{escape(target.name)}.*.tmp.lock"):
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files and folders in `folder` whose processes were killed, which released their locks."""
+    for path in abandoned(folder):
+        if path.is_dir():
+            # `replaced_folder` restores the content first.
+            if not os.path.lexists(path / OLD_CONTENT):
+                shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def abandoned(folder: Path, name: str = "*") -> Iterator[Path]:
+    """Temporary paths of killed processes for the target `name`, each locked until the next one is asked for.
+
+    The lock file is removed if the caller has removed the path.
+    """
+    for lock_path in folder.glob(f".{name}.*.tmp.lock"):
         with suppress(OSError), file_lock(lock_path, wait=False) as is_abandoned:
             if is_abandoned:
-                shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-                lock_path.unlink(missing_ok=True)
+                yield (path := lock_path.with_suffix(""))
+                if not os.path.lexists(path):
+                    lock_path.unlink(missing_ok=True)
 
 
 # Errors of a file system without locks; filelock itself handles a missing call (ENOSYS).
@@ -155,6 +186,39 @@ def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator
         yield is_held
     finally:
         lock.release()
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Refuse to write a file to a path that is a folder, a link, a device or a FIFO, or that lies below a file."""
+    path = Path(path)
+    kinds = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"))
+    hint = "name a new file"
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        existing = next(parent for parent in path.absolute().parents if parent.exists())
+        if not existing.is_dir():
+            raise InputError(f"--output {path}", f"{existing} is not a folder", hint) from None
+        return
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device or a socket")
+        raise InputError(f"--output {path}", f"is {kind}, not a file that this command may replace", hint)
+
+
+# In every file that a command writes to `--output`, so that only such a file is replaced.
+GENERATOR = "written by the embeddings library"
+_MARKED_BYTES = 4096
+
+
+def require_own_output(path: str | os.PathLike[str], mark: str = GENERATOR) -> None:
+    """As `require_regular`; also refuse a file that does not have `mark` near its start, unless it is empty."""
+    require_regular(path)
+    if Path(path).exists():
+        with open(path, "rb") as file:
+            start = file.read(_MARKED_BYTES)
+        if start and mark.encode() not in start:
+            what = "already exists, and this library did not write it"
+            raise InputError(f"--output {path}", what, "name a new file, or remove this one")
 
 
 def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
@@ -199,6 +263,56 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """The xxh3-128 of a file's bytes, as 32 hex digits; read once a process while its size and times stay."""
+    status = os.stat(path)
+    return _file_hash(os.path.abspath(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=1 << 16)
+def _file_hash(path: str, *_identity: int) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
+
+
+def folder_hashes(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, str]:
+    """The hash of each file in a folder, by its path in it; `**/*` includes subfolders, and hidden files are not."""
+    hashes = {}
+    for path in sorted(Path(folder).glob(pattern)):
+        name = path.relative_to(folder)
+        if path.is_file() and name != Path(MANIFEST) and not any(part.startswith(".") for part in name.parts):
+            hashes[name.as_posix()] = file_hash(path)
+    return hashes
+
+
+def check_file(path: str | os.PathLike[str], hint: str = _MAKE_AGAIN) -> None:
+    """Refuse a file whose bytes differ from those that the manifest of its folder, or of the one above, lists.
+
+    A file that no manifest lists is not read.
+    """
+    path = Path(path)
+    for folder in (path.parent, path.parent.parent):
+        expected = listed_files(folder).get(path.relative_to(folder).as_posix())
+        if expected is not None and path.is_file() and file_hash(path) != expected:
+            raise InputError(str(path), "is damaged: its bytes are not those that were written", hint)
+
+
+def listed_files(folder: Path) -> Mapping[str, str]:
+    """The hashes of files that the manifest of a folder lists, by name; empty without a manifest."""
+    path = folder / MANIFEST
+    try:
+        status = os.stat(path)
+    except OSError:
+        return {}
+    return _listed_files(os.path.abspath(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=256)
+def _listed_files(path: str, *_identity: int) -> Mapping[str, str]:
+    files = read_json_or_empty(Path(path)).get(FILES)
+    return files if isinstance(files, dict) else {}
+
+
 def text_hash(text: str) -> int:
     """A signed 64-bit hash of a text without its outer white space, equal on every machine."""
     digest = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -218,13 +332,24 @@ def package_versions() -> dict[str, str]:
 
 
 def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: `fields` and the package versions."""
-    write_file_manifest(Path(folder) / "manifest.json", fields)
+    """Write `folder/manifest.json`: `fields`, the hashes of the folder's files once it is complete, and the versions.
+
+    A field `files` replaces the hashes of all files.
+    """
+    files = {} if fields.get("complete") is False else {FILES: folder_hashes(folder)}
+    write_file_manifest(Path(folder) / MANIFEST, {**files, **fields})
 
 
 def write_file_manifest(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
     """Write a manifest to `path`, for an output that is one file."""
-    write_json(path, {**fields, "versions": package_versions()})
+    fields = {**fields, "versions": package_versions()}
+    write_json(path, {**fields, CHECKSUM: _checksum(fields)})
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's other fields, as they are read back."""
+    others = {name: value for name, value in fields.items() if name != CHECKSUM}
+    return xxhash.xxh3_128_hexdigest(json.dumps(json.loads(json.dumps(others)), sort_keys=True).encode())
 
 
 class Manifest(dict[str, Any]):
@@ -248,7 +373,7 @@ class Manifest(dict[str, Any]):
 
 def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
     """The manifest of a folder; an `InputError` if it is missing or damaged, or an expected field differs."""
-    return check_file_manifest(Path(folder) / "manifest.json", expected)
+    return check_file_manifest(Path(folder) / MANIFEST, expected)
 
 
 def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> Manifest:
@@ -271,6 +396,8 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
             continue
         if manifest.get(field) != value:
             raise InputError(str(path), _difference(field, manifest.get(field), value), hint)
+    if not manifest.keys().isdisjoint((FILES, CHECKSUM)) and manifest.get(CHECKSUM) != _checksum(manifest):
+        raise InputError(str(path), "is damaged: its fields are not those that were written", hint)
     return Manifest(path, manifest, hint)
 
 
@@ -308,12 +435,15 @@ def _umask() -> int:
     return mask
 
 
-def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
+def load_array(path: Path, hint: str, mapped: bool = False, is_checked: bool = False) -> Any:
     """The array of a `.npy` file, or the archive of a `.npz` file.
 
-    An `InputError` with `hint` if it is missing or damaged, contains objects, or has the other format.
+    An `InputError` with `hint` if it is missing or damaged, contains objects, or has the other format. With
+    `is_checked`, its bytes are not compared with the manifest's.
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
+    if not is_checked:
+        check_file(path, hint)
     try:
         loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except PermissionError:
@@ -321,7 +451,7 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
     except MemoryError:
         # A damaged header may state more than the file contains; mapping the file detects this.
         if not mapped:
-            load_array(path, hint, mapped=True)
+            load_array(path, hint, mapped=True, is_checked=True)
         raise
     # numpy evaluates the header as a Python literal, which may raise many kinds of errors.
     except Exception as error:

@@ -26,12 +26,14 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError, NumericError, OptionError, UserError, WorkerError
 from embeddings.common.io import (
+    CHECKSUM,
     atomic_path,
     check_file_manifest,
     check_manifest,
     file_lock,
     file_sha256,
     load_array,
+    require_regular,
     write_manifest,
 )
 from embeddings.common.process import block_signals, exit_description
@@ -319,9 +321,13 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 
     An `InputError` refuses a file with other fields, or whose checksum differs from its manifest's `output_sha256`.
     """
+    require_regular(output)
+    require_regular(manifest_path(output))
     if not output.exists():
+        if manifest_path(output).exists() and CHECKSUM not in check_file_manifest(manifest_path(output), {}):
+            raise InputError(str(manifest_path(output)), "this library did not write it", "name a new file")
         return None
-    if not manifest_path(output).is_file():
+    if not manifest_path(output).exists():
         raise InputError(str(output), "already exists and has no manifest", "name a new file")
     manifest = check_file_manifest(manifest_path(output), fields)
     if file_sha256(output) != manifest["output_sha256"]:

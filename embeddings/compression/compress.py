@@ -20,8 +20,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from embeddings.common import OptionError
-from embeddings.common.io import atomic_folder, file_sha256, share_files, write_json, write_text
+from embeddings.common.io import MANIFEST, atomic_folder, file_sha256, share_files, write_json, write_text
 from embeddings.common.jobs import discard_on_user_error
+from embeddings.common.own_folder import record_all
 from embeddings.compression.calibration import CalibrationOptions, calibration_texts, tokenise
 from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, Statistic, Treatment, linear_layers
 from embeddings.compression.pruning import (
@@ -40,7 +41,6 @@ from embeddings.models.model_card import plain, table
 from embeddings.models.model_files import (
     ADAPTER_FOLDER,
     CARD_FILE,
-    CARD_MARK,
     QUANTIZATION,
     is_own_card,
     read_json,
@@ -52,7 +52,7 @@ from embeddings.models.model_files import (
 # Files that are not copied from the source: weights and graphs that the compressed model replaces.
 _NOT_COPIED = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.h5", "*.msgpack", "*.ot"),
-    *("onnx", "openvino", ADAPTER_FOLDER, ".*"),
+    *("onnx", "openvino", ADAPTER_FOLDER, MANIFEST, ".*"),
 )
 # Retrains the model of a directory; writes the new directory in the work folder (second argument) and returns it.
 Retrain = Callable[[Path, Path], Path]
@@ -315,6 +315,7 @@ class Compression:
         report = CompressionReport(self.output, before, after, *zeros, self.calibration)
         card = compressed_card(self.source, self.output.name, self._card_rows(report, scores or {}))
         write_text(staged / CARD_FILE, card)
+        record_all(staged)
         share_files(staged)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged, self.output)
@@ -401,7 +402,7 @@ def compressed_card(source: Path, name: str, rows: Mapping[str, str]) -> str:
     with suppress(OSError):
         text = path.read_text("utf-8", errors="replace")
     if not text.strip():
-        return f"---\n{CARD_MARK}\nlibrary_name: sentence-transformers\n---\n\n# {plain(name)}\n\n{section}"
+        return f"---\nlibrary_name: sentence-transformers\n---\n\n# {plain(name)}\n\n{section}"
     if is_own_card(path):
         text = text.replace(repr(source.name), repr(name)).replace(
             f"\n# {plain(source.name)}\n", f"\n# {plain(name)}\n"

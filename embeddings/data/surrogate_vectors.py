@@ -27,8 +27,8 @@ class SurrogateVectors:
     The folder contains `index/` (the documents that are positives and negatives of each row), `queries/` and
     `documents/` (shards of vectors). Pickling stores only the path; the other process opens the folder again.
 
-    Opening reads the header of every shard (about 0.1 ms each). It also checks all vectors of shards that are not older
-    than the manifest, because the job did not check these. Reading a vector checks it again, in 1 microsecond.
+    Opening reads every shard once, to compare it with its manifest. It also checks all vectors of shards that are not
+    older than the manifest, because the job did not check these. Reading a vector checks it again, in 1 microsecond.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:
@@ -37,8 +37,8 @@ class SurrogateVectors:
         fields = check_manifest(index, {"kind": "pair_index", "source_key": source_key})
         self._positives = _Entries.of(index, "positive")
         self._negatives = _Entries.of(index, "negative") if fields.get("negatives") else None
-        self._query_shards = _Shards(self.folder / "queries", "query vectors", source_key)
-        self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key)
+        self._query_shards = _Shards(self.folder / "queries", "query vectors", source_key, check_vectors)
+        self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key, check_vectors)
         if self._query_shards.width != self._document_shards.width:
             raise InputError(str(self.folder), "the vectors of queries and documents differ in width", _FIX)
         if check_vectors:
@@ -91,10 +91,11 @@ class _Entries(NamedTuple):
 
 
 class _Shards:
-    def __init__(self, folder: Path, kind: str, source_key: str) -> None:
+    def __init__(self, folder: Path, kind: str, source_key: str, check_files: bool = True) -> None:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
         self.folder, self.width = folder, fields.integer("embedding_dim", minimum=1)
         self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", minimum=1)
+        self._check_files = check_files
         self._checked_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
         # Shards that the job did not check: written by other means, or after the manifest.
         self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._was_checked(s)]
@@ -120,12 +121,12 @@ class _Shards:
                     check_vectors(block_nD, str(self.folder / _file(shard)), start, unit=True)
 
     def _map(self, shard: int) -> Vectors:
-        return np.asarray(_mapped(self.folder / _file(shard)))
+        return np.asarray(_mapped(self.folder / _file(shard), self._check_files))
 
     def _was_checked(self, shard: int) -> bool:
         """Check the size and shape of a shard; returns whether its vectors were checked (its manifest is newer)."""
         path = self.folder / _file(shard)
-        array = _mapped(path)
+        array = _mapped(path, self._check_files)
         expected = (min(self.shard_size, self.num_rows - shard * self.shard_size), self.width)
         if array.shape != expected or array.dtype != np.float32:
             what = f"contains {array.dtype} of shape {array.shape}, expected float32 of shape {expected}"
@@ -140,5 +141,5 @@ def _file(shard: int) -> str:
     return f"vectors-{shard:05d}.npy"
 
 
-def _mapped(path: Path) -> Any:
-    return load_array(path, _FIX, mapped=True)
+def _mapped(path: Path, check_file: bool = True) -> Any:
+    return load_array(path, _FIX, mapped=True, is_checked=not check_file)

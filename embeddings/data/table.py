@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import load_array
+from embeddings.common.io import check_file, load_array
 
 ROWS_FILE, STARTS_FILE, SCORES_FILE = "rows.arrow", "starts.npy", "scores.arrow"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
@@ -110,6 +110,8 @@ class Table:
         self._start_R: Int64s = load_array(folder / STARTS_FILE, "delete the folder and run again")
         self._open = lru_cache(_MAX_OPEN_BATCHES)(self._read_batch)
         files = {ROWS_FILE: _SCHEMA, SCORES_FILE: _SCORES_SCHEMA} if self.has_scores else {ROWS_FILE: _SCHEMA}
+        for name in files:
+            check_file(folder / name, "delete the folder and run again")
         with _refuses_damage(folder):
             self._readers = [_open_arrow(folder / name) for name in files]
             for reader, schema in zip(self._readers, files.values(), strict=True):

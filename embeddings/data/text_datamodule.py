@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import check_manifest, load_array, write_manifest
+from embeddings.common.io import check_file, check_manifest, load_array, write_manifest
 from embeddings.common.jobs import progress_bar
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
@@ -171,6 +171,7 @@ class TokenStream:
         self.folder, self.key = folder, key
         self.num_tokens: int = manifest["num_tokens"]
         dtype = np.dtype(manifest["dtype"])
+        check_file(folder / TOKENS_FILE, "delete the folder and run again")
         try:
             self._tokens = np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:

@@ -475,7 +475,7 @@ def _loaded(task: AbsTask, show_bars: bool) -> Iterator[None]:
 def _stored_vectors(adapted: TaskEncoder, folder: Path, has_several_widths: bool) -> Iterator[None]:
     """A temporary folder for the vectors of a task at several widths; folders of killed processes are removed."""
     if not has_several_widths:
-        remove_abandoned(folder)
+        remove_abandoned(folder.parent)
         yield
         return
     with scratch_folder(folder) as adapted.folder:

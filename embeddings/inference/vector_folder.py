@@ -18,7 +18,16 @@ import torch
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
+from embeddings.common.io import (
+    MANIFEST,
+    atomic_path,
+    check_file,
+    check_manifest,
+    check_vectors,
+    file_sha256,
+    read_json_or_empty,
+    write_text,
+)
 from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array, spread
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole, shorten
@@ -44,7 +53,9 @@ from embeddings.inference.vectors import (
     unit_rows,
 )
 
-SHARD_SIZE = 8192
+# Texts per shard. An interruption loses the current shard: some seconds of a GPU's work at the larger size.
+SHARD_SIZE, SLOW_SHARD_SIZE = 8192, 1024
+_MANY_PARAMETERS = 10**9
 _COLUMNS = ("_id", "title", "text")
 
 
@@ -172,6 +183,7 @@ class VectorFolder:
         documents: dict[int, Document] = {}
         for shard in sorted({row // self.shard_size for row in rows}):
             path = _documents_path(self.path, shard)
+            check_file(path, ENCODE_AGAIN)
             try:
                 lines = path.read_text(encoding="utf-8").split("\n")
             except (FileNotFoundError, UnicodeDecodeError):
@@ -190,7 +202,7 @@ def encode_corpus(
     prompt_name: PromptChoice = None,
     role: TextRole = "document",
     columns: Mapping[str, str] | None = None,
-    shard_size: int = SHARD_SIZE,
+    shard_size: int | None = None,
     vector_format: VectorFormat = "float32",
     context: Context | None = None,
     devices: Sequence[str] = (),
@@ -208,7 +220,8 @@ def encode_corpus(
         prompt_name: The model's prompt before each document, or a literal one; None for the prompt named like the role.
         role: The role whose length limit and prompt are used: `query` for a file of queries.
         columns: Names of the file's columns that differ from the field names (see `read_corpus`).
-        shard_size: Documents per shard: a kill loses at most one shard per device.
+        shard_size: Documents per shard: a kill loses at most one shard per device. None for that of the folder; in a
+            new one 1,024 on a CPU or with at least a billion parameters, else 8,192.
         vector_format: Storage format of the vectors (see `stored_rows`): `int8` needs a quarter of the bytes of
             float32, `binary` one 32nd, at some loss of quality.
         context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder,
@@ -223,11 +236,12 @@ def encode_corpus(
         OptionError: If `shard_size` is not positive, or the format does not fit the width, or the context the model.
         WorkerError: If one of the processes died; finished shards are kept.
     """
+    folder = Path(output)
+    shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
     require_shard_size(shard_size)
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     require_format(vector_format, encoder.embedding_dim)
-    folder = Path(output)
     # Errors in the corpus or the prompt are found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus, columns))
     encoder.encode([""], prompt_name, context, role=role)
@@ -266,6 +280,15 @@ def encode_corpus(
                 bar.update(count)
     job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
+
+
+def _default_shard_size(encoder: Encoder, folder: Path) -> int:
+    recorded = read_json_or_empty(folder / MANIFEST).get("shard_size")
+    if type(recorded) is int and recorded > 0:
+        return recorded
+    num_parameters = sum(weight.numel() for weight in encoder.embedder.parameters())
+    is_slow = encoder.device.type == "cpu" or num_parameters >= _MANY_PARAMETERS
+    return SLOW_SHARD_SIZE if is_slow else SHARD_SIZE
 
 
 class _ShardTexts(NamedTuple):

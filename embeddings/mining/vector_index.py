@@ -10,7 +10,15 @@ from typing import Any, Self
 import numpy as np
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import atomic_path, check_disk_space, check_file_manifest, check_manifest, write_file_manifest
+from embeddings.common.io import (
+    CHECKSUM,
+    atomic_path,
+    check_disk_space,
+    check_file_manifest,
+    check_manifest,
+    file_hash,
+    write_file_manifest,
+)
 from embeddings.common.jobs import progress_bar
 from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder
@@ -44,7 +52,7 @@ class VectorIndex:
     def open(cls, folder: VectorFolder) -> Self:
         """The index beside a folder's vectors, mapped into memory.
 
-        The hash of the file is checked, except for the content of the lists, which is as large as the vectors.
+        The hash of the file is checked, which reads it once.
 
         Raises:
             InputError: If there is no index, it is damaged or of other vectors, or the vectors are int8 or binary.
@@ -55,8 +63,10 @@ class VectorIndex:
         path = folder.path / INDEX_FILE
         if not path.is_file():
             raise InputError(str(path), "there is no index of these vectors", _HINT)
-        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), **_file_fields(path, folder)}
+        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder)}
         fields = check_file_manifest(folder.path / MANIFEST_FILE, expected, _HINT)
+        if file_hash(path) != fields["output_xxh3_128"]:
+            raise InputError(str(path), "is damaged: its bytes are not those that were written", _HINT)
         try:
             lists = map_lists(path)
         except (RuntimeError, MemoryError):
@@ -116,11 +126,11 @@ def build_index(
     # The old manifest is removed once the new file is complete, and before it replaces the old one.
     with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
         write_lists(lists, temporary)
-        file_fields = _file_fields(temporary, folder)
+        output_hash = file_hash(temporary)
     fields = {
         "kind": "ivf index",
         "vectors_sha256": folder_sha256(folder),
-        **file_fields,
+        "output_xxh3_128": output_hash,
         "num_lists": num_lists,
         "num_probes": num_probes,
         "seed": seed,
@@ -148,7 +158,9 @@ def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, 
 
 def folder_sha256(folder: VectorFolder) -> str:
     """A hash that identifies a folder's vectors: of its manifest, and of the size and end of each file of vectors."""
-    fields = {name: value for name, value in check_manifest(folder.path, {}).items() if name != "versions"}
+    fields = {
+        name: value for name, value in check_manifest(folder.path, {}).items() if name not in ("versions", CHECKSUM)
+    }
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for path in map(folder.shards.path, range(folder.num_shards)):
         if not path.is_file():
@@ -171,14 +183,6 @@ def _with_progress(folder: VectorFolder, title: str) -> Iterator[Floats]:
 def _list_bytes(folder: VectorFolder) -> int:
     """Size of the lists in the file: each vector in float32, and its row in 64 bits."""
     return folder.num_documents * (4 * folder.embedding_dim + 8)
-
-
-def _file_fields(path: Path, folder: VectorFolder) -> dict[str, Any]:
-    """The size of an index's file, and a hash of everything before the content of the lists."""
-    num_bytes = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(max(0, num_bytes - _list_bytes(folder)))
-    return {"num_bytes": num_bytes, "head_sha256": hashlib.sha256(head).hexdigest()}
 
 
 def _require_floats(folder: VectorFolder) -> None:

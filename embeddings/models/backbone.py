@@ -26,11 +26,13 @@ from transformers.utils import logging as transformers_logging
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import require, rust_panics_as_errors, shown
+from embeddings.common.io import check_file
 from embeddings.common.text import check_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import (
     QUANTIZATION,
+    UNDAMAGED,
     check_readable,
     dequantised_weights,
     quantization_of,
@@ -209,9 +211,11 @@ def load_model(
     # The folder must have safetensors weights: transformers would load an adapter's base model from elsewhere.
     if (folder / "adapter_config.json").is_file():
         raise InputError(str(folder), "contains adapters of another model", "merge them into it and give the result")
-    weight_files(folder)
+    files = weight_files(folder)
     if torch.get_default_device().type == "meta":
         return model_without_weights(folder, model_config, dtype, attn_implementation, auto_class)
+    for file in files:
+        check_file(file, UNDAMAGED)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     # Mismatched sizes are then reported by name and refused below.
     options |= {"trust_remote_code": False, "ignore_mismatched_sizes": True}

@@ -26,10 +26,11 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.io import write_json
+from embeddings.common.own_folder import replaced_folder
 from embeddings.common.text import INSTRUCTION_TEMPLATE
 from embeddings.models.backbone import has_pooling_layer, quiet_transformers
 from embeddings.models.lora import merged_state_dict, plain_backbone
-from embeddings.models.model_files import load_weights, read_json, replaced_folder
+from embeddings.models.model_files import load_weights, read_json
 from embeddings.models.pooling import Pooling
 from embeddings.models.poolings import OWN_FILE, POOLINGS, own_pooling_source, pooling_class, pooling_name
 from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer

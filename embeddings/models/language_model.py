@@ -22,6 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from embeddings.common import OptionError
+from embeddings.common.own_folder import replaced_folder
 from embeddings.common.text import one_line
 from embeddings.common.types import positions_in_document
 from embeddings.models.backbone import (
@@ -44,7 +45,7 @@ from embeddings.models.bidirectional import (
 )
 from embeddings.models.context_layers import evaluating, first_position, learned_positions
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
-from embeddings.models.model_files import replaced_folder, resolve_model
+from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,18 +25,17 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.io import write_text
+from embeddings.common.io import MANIFEST, check_file, write_text
+from embeddings.common.own_folder import own_hashes, record_files
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_files import (
     CARD_FILE,
-    CARD_MARK,
     CURVES_FILE,
     PACKAGED_NAME,
     SCORES_FILE,
-    is_model_file,
-    is_model_path,
+    UNDAMAGED,
     is_own_card,
     read_json,
     resolve_model,
@@ -95,7 +94,7 @@ def write_model_card(
     licence: str | None = None,
     name: str | None = None,
 ) -> None:
-    """Write the card of a model directory, unless it has a card without `CARD_MARK`.
+    """Write the card of a model directory, unless it has one that the user wrote or changed.
 
     The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `name` is the model's
     name, by default that of the directory.
@@ -145,14 +144,15 @@ def write_model_card(
         base_licences={base: stated_licence(place) for base, place in folders.items() if place},
     )
     write_text(folder / CARD_FILE, card)
+    record_files(folder, CARD_FILE)
 
 
 def keeps_card(folder: Path) -> bool:
-    """Whether a directory has a card without `CARD_MARK`, which is kept; logs a warning if so."""
+    """Whether a directory has a card that the user wrote or changed, which is kept; logs a warning if so."""
     path = folder / CARD_FILE
     if not path.exists() or is_own_card(path):
         return False
-    logger.warning("%s was written by hand and is kept; remove it for a card of this model", path)
+    logger.warning("%s was written or changed by hand and is kept; remove it for a card of this model", path)
     return True
 
 
@@ -196,6 +196,7 @@ def add_scores(folder: Path) -> bool:
     new_section = "\n\n".join(["## Scores", _score_table(scores), *kept]) + "\n\n"
     header = _header(ModelCardData(ignore_metadata_errors=True, **fields), scores, folder.resolve().name)
     write_text(path, f"{header}\n{body[: section.start()]}{new_section}{body[section.end() :]}")
+    record_files(folder, CARD_FILE, SCORES_FILE)
     return True
 
 
@@ -270,7 +271,7 @@ def _header(data: ModelCardData, scores: Sequence[Mapping[str, Any]], name: str)
             for score in scores
             for metric, value in score["metrics"].items()
         ]
-    return f"---\n{CARD_MARK}\n{data.to_yaml()}\n---"
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _origin(facts: ImportFacts) -> str:
@@ -392,7 +393,7 @@ def _within(value: Any, *keys: str) -> Mapping[str, Any]:
 
 
 # Further files that are uploaded with a model.
-_COMPANIONS = ("README.md", "training_run.json", "LICENSE*", "LICENCE*", "NOTICE*")
+_COMPANIONS = (MANIFEST, CARD_FILE, SCORES_FILE, "training_run.json", "LICENSE*", "LICENCE*", "NOTICE*")
 _MAIN = "main"
 
 
@@ -432,7 +433,8 @@ def push_to_hub(
         private: Whether a new repository is private.
         revision: The branch to commit to, created if missing; None for `main`.
         message: First line of the commit message.
-        update: Whether the repository may exist already. Its model files that the directory lacks are deleted.
+        update: Whether the repository may exist already. Of its files, those that its manifest lists and the directory
+            lacks are deleted.
         token: A token with write access; None for `HF_TOKEN` or the one that `hf auth login` stored.
 
     Raises:
@@ -456,8 +458,8 @@ def push_to_hub(
         operations: list[Any] = [CommitOperationAdd(path, folder / path) for path in paths]
         if update:
             existing = api.list_repo_files(repository, revision=revision)
-            stale = [path for path in existing if path not in paths and is_model_path(PurePosixPath(path))]
-            operations += [CommitOperationDelete(path) for path in stale]
+            earlier = _pushed_files(api, repository, revision) if MANIFEST in existing else set()
+            operations += [CommitOperationDelete(path) for path in existing if path in earlier.difference(paths)]
         commit = api.create_commit(repository, operations, commit_message=message, revision=revision)
     except Exception as error:
         explained = _explained(error, api.endpoint)
@@ -480,27 +482,48 @@ def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
 
 
 def own_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The files to upload from a model directory, and its other entries; hidden files are in neither."""
+    """The files to upload from a model directory, and its other entries; hidden ones are in neither.
+
+    To upload are the files that the directory's manifest lists, which must be unchanged except for the card, and those
+    that accompany a model. An `InputError` refuses a directory that this library did not write.
+    """
     if not (folder / "config.json").is_file():
         fix = "give one that training, export or import wrote"
         raise InputError(str(folder), "is not a model directory, it has no config.json", fix)
+    own = own_hashes(folder)
     for file in weight_files(folder):
         if not file.is_file():
             raise InputError(str(file), "is missing, so the model is incomplete", "export it again")
-    paths, left_out = [], []
+    for name in own:
+        if name != CARD_FILE:
+            check_file(folder / name, UNDAMAGED)
+    paths: list[str] = []
+    left_out: list[str] = []
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        if not (is_model_file(entry) or any(entry.match(pattern) for pattern in _COMPANIONS)):
-            left_out.append(entry.name)
-            continue
-        for path in sorted(entry.rglob("*")) if entry.is_dir() else [entry]:
-            if path.is_symlink() or entry.is_symlink():
+        is_companion = any(entry.match(pattern) for pattern in _COMPANIONS)
+        is_own = is_companion or any(name.split("/")[0] == entry.name for name in own)
+        files = [path for path in sorted(entry.rglob("*")) if not path.is_dir()] if entry.is_dir() else [entry]
+        for path in files if is_own else [entry] * bool(files):
+            name = path.relative_to(folder).as_posix()
+            if any(part.startswith(".") for part in path.relative_to(folder).parts):
+                continue
+            if not (is_companion or name in own):
+                left_out.append(name)
+            elif path.is_symlink() or entry.is_symlink():
                 what = "is a symbolic link, whose target may not belong to the model"
                 raise InputError(str(path), what, "replace it by the file")
-            if path.is_file() and not path.name.startswith("."):
-                paths.append(path.relative_to(folder).as_posix())
+            else:
+                paths.append(name)
     return paths, left_out
+
+
+def _pushed_files(api: HfApi, repository: str, revision: str | None) -> set[str]:
+    """The files that the manifest in a repository lists; none if it is not the manifest of a model."""
+    with TemporaryDirectory() as temporary:
+        manifest = Path(api.hf_hub_download(repository, MANIFEST, revision=revision, local_dir=temporary))
+        with suppress(InputError):
+            return set(own_hashes(manifest.parent))
+    return set()
 
 
 def _explained(error: BaseException, endpoint: str) -> tuple[str, str] | None:

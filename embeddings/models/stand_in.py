@@ -9,9 +9,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from embeddings.common import InputError
+from embeddings.common.own_folder import replaced_folder
 from embeddings.models.backbone import quiet_transformers, read_config, text_class
 from embeddings.models.language_model import AUTO_CLASSES, VOCABULARY_STEP, HeadKind
-from embeddings.models.model_files import PACKAGED_NAME, replaced_folder
+from embeddings.models.model_files import PACKAGED_NAME
 
 # The texts from which the tokenizers' vocabularies are built.
 TEXTS = [

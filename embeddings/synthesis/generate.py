@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_sha256, text_hash, write_manifest
+from embeddings.common.io import atomic_path, check_manifest, file_hash, file_sha256, text_hash, write_manifest
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.common.process import logger
 from embeddings.data.readers import open_reader
@@ -202,7 +202,7 @@ class Job:
             complete=not self.runner.exhausted,
         )
         previous = check_manifest(self.folder, {}).get("files", {})
-        hashes = {name: file_sha256(self.folder / name) for name in sorted(files)}
+        hashes = {name: file_hash(self.folder / name) for name in sorted(files)}
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
         write_manifest(self.folder, {**self.fields, **facts})
         # An earlier run may have written more files.
@@ -221,7 +221,7 @@ def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
     for name, digest in manifest["files"].items():
         if not (folder / name).is_file():
             return None
-        if file_sha256(folder / name) != digest:
+        if file_hash(folder / name) != digest:
             raise InputError(str(folder / name), "is not the file that the job wrote", "delete it and run again")
     return SynthesisReport(**manifest["report"])
 

@@ -24,11 +24,11 @@ from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
+from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import cpu_name
 from embeddings.figures import draw_curves
 from embeddings.figures.report import write_report
 from embeddings.figures.run_facts import RunFacts, read_curves
-from embeddings.models.model_files import replaced_folder
 from tests.helpers.processes import Command
 from tests.helpers.runs import component, fit, logged_rows, run_config, write_config
 

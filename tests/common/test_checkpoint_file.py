@@ -28,6 +28,7 @@ from embeddings.common.checkpoint_file import (
     unpack,
     write_checkpoint,
 )
+from embeddings.common.io import file_lock
 from tests.helpers.disks import fake_disk
 
 DTYPES = list(checkpoint_file._DTYPES.values())
@@ -98,11 +99,13 @@ def test_a_write_that_fails_verification_keeps_the_old_file(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_partial_files_of_killed_processes_for_this_name_are_removed(tmp_path):
-    for name in (".x.ckpt.abc123.tmp", ".x.ckpt-v1.abc123.tmp", ".y.ckpt.abc123.tmp"):
+def test_partial_files_of_killed_processes_are_removed_and_those_of_living_ones_kept(tmp_path):
+    for name in (".x.ckpt.abc123.tmp", ".y.ckpt.abc123.tmp", ".z.ckpt.abc123.tmp"):
         (tmp_path / name).touch()
-    write(small(), tmp_path / "x.ckpt")
-    assert sorted(os.listdir(tmp_path)) == [".x.ckpt-v1.abc123.tmp", ".y.ckpt.abc123.tmp", "x.ckpt"]
+        (tmp_path / f"{name}.lock").touch()
+    with file_lock(tmp_path / ".z.ckpt.abc123.tmp.lock"):
+        write(small(), tmp_path / "x.ckpt")
+        assert sorted(os.listdir(tmp_path)) == [".z.ckpt.abc123.tmp", ".z.ckpt.abc123.tmp.lock", "x.ckpt"]
 
 
 class Failing:

@@ -389,7 +389,7 @@ def test_a_scratch_folder_is_separate_and_removed_afterwards(tmp_path):
         with scratch_folder(tmp_path / "deep" / "target") as second:
             assert first != second
         assert (first / "file").read_text() == "first"
-        remove_abandoned(tmp_path / "deep" / "target")
+        remove_abandoned(tmp_path / "deep")
         assert (first / "file").exists()
     assert os.listdir(tmp_path / "deep") == []
 
@@ -412,3 +412,19 @@ def test_processes_can_write_the_same_folders_at_once(tmp_path):
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert sorted(os.listdir(tmp_path), key=int) == [str(index) for index in range(100)]
     assert all(os.listdir(tmp_path / str(index)) == ["file"] for index in range(100))
+
+
+def test_the_next_writer_in_a_folder_removes_the_partial_files_of_killed_writers_only(tmp_path):
+    hanging = HANGING.replace("atomic_folder", "atomic_path").replace('(folder / "half")', "folder")
+    living_writer = Command(["-c", hanging, str(tmp_path / "living")], stdout=subprocess.PIPE, text=True)
+    with living_writer as living:
+        assert living.stdout.readline() == "ready\n"
+        with Command(["-c", hanging, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as killed:
+            assert killed.stdout.readline() == "ready\n"
+            killed.send_signal(signal.SIGKILL)
+        assert sum(name.endswith(".tmp") for name in os.listdir(tmp_path)) == 2
+        (tmp_path / ".notes.tmp").write_text("mine")
+        write_text(tmp_path / "other", "whole")
+        left = sorted(name for name in os.listdir(tmp_path) if not name.endswith(".lock"))
+        assert [name.split(".")[1] if name.startswith(".") else name for name in left] == ["living", "notes", "other"]
+        living.send_signal(signal.SIGKILL)

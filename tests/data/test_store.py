@@ -24,6 +24,7 @@ from embeddings.data.store import (
 )
 from embeddings.data.table import StoredRow
 from tests.data.rows import labelled, pairs, write_jsonl
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.processes import Command
 from tests.helpers.refusals import refused
 
@@ -123,10 +124,10 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
     manifest = open_cached(config, tmp_path / "cache").folder / "manifest.json"
     fields = json.loads(manifest.read_text())
     assert fields["num_rows"] == 5
-    manifest.write_text(json.dumps({**fields, "schema_version": 0}))
+    rewrite_manifest(manifest, schema_version=0)
     says = r"manifest\.json: field 'schema_version' is 0, expected"
     refused(InputError, says, open_cached, config, tmp_path / "cache")
-    manifest.write_text(json.dumps({**fields, "num_rows": 6}))
+    rewrite_manifest(manifest, schema_version=fields["schema_version"], num_rows=6)
     refused(InputError, "the converted data is damaged", open_cached, config, tmp_path / "cache")
 
 
@@ -284,12 +285,11 @@ def test_a_cache_of_an_older_version_is_used_again(policy, tmp_path, parsed):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
     made = open_cached(config, tmp_path / "cache").folder
     manifest = json.loads((made / "manifest.json").read_text())
-    for name in ("suspects", "longest_instruction", "unused_columns"):
-        del manifest[name]
+    removed = ("suspects", "longest_instruction", "unused_columns")
     names = ("schema_version", "layout", "columns", "min_score", "inputs")
     identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     made.rename(tmp_path / "cache" / key)
-    (tmp_path / "cache" / key / "manifest.json").write_text(json.dumps({**manifest, **identity, "key": key}))
+    rewrite_manifest(tmp_path / "cache" / key / "manifest.json", *removed, **identity, key=key)
     assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
     assert len(parsed) == 5

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.io import CHECKED, text_hash, write_manifest
+from embeddings.common.io import CHECKED, text_hash
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
@@ -159,6 +160,7 @@ def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damag
     else:
         damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
         np.save(path, damaged.get(damage, vectors.astype(np.float64)))
+    rewrite_manifest(path.with_name("manifest.json"))
     monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
     says = rf"{role}/vectors-00002\.npy: (contains|is longer|is missing, empty or damaged)"
     refused(InputError, says, with_vectors, plain, tmp_path / "s")
@@ -171,6 +173,7 @@ def test_an_invalid_vector_is_named_by_shard_and_row(role, value, kind, plain, t
     vectors = np.load(path)
     vectors[2] = value
     np.save(path, vectors)
+    rewrite_manifest(path.with_name("manifest.json"))
     expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
     refused(InputError, expected, with_vectors, plain, tmp_path / "s")
     # A vector that is damaged later is found when it is drawn.
@@ -183,8 +186,7 @@ def test_an_invalid_vector_is_named_by_shard_and_row(role, value, kind, plain, t
 def test_vectors_that_the_job_checked_are_not_read_again_but_those_written_later_are(plain, tmp_path, monkeypatch):
     folder = write_surrogates(tmp_path / "s", plain.cached)
     for name in ("queries", "documents"):
-        manifest = json.loads((folder / name / "manifest.json").read_text())
-        write_manifest(folder / name, {**manifest, CHECKED: True})
+        rewrite_manifest(folder / name / "manifest.json", **{CHECKED: True})
         os.utime(folder / name / "manifest.json", ns=(2 * 10**18, 2 * 10**18))
     read, real = [], surrogate_vectors._Shards._map
     monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda self, shard: read.append(shard) or real(self, shard))

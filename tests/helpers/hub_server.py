@@ -61,9 +61,11 @@ def fake_hub() -> Iterator[FakeHub]:
                 status, content = 200, _answer(hub, self.command, self.path.partition("?")[0], body, self.headers)
             except _Refused as refusal:
                 status, content = refusal.status, refusal.content
-            payload = json.dumps(content).encode()
+            payload = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
+            self.send_header("ETag", f'"{hashlib.sha1(payload).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
             if self.command != "HEAD":
@@ -111,6 +113,8 @@ def _answer(hub: FakeHub, method: str, path: str, body: bytes, headers: Any) -> 
         assert request["hash_algo"] == "sha256"
         assert "basic" in request["transfers"]
         return {"transfer": "basic", "objects": [_slot(hub, entry) for entry in request["objects"]]}
+    if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
+        return hub.repositories[match[1]].branches[match[2]][match[3]]
     match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/(preupload|commit|branch|tree)/([^/]+)(/.*)?", path)
     if match is None or match[1] not in hub.repositories:
         raise _Refused(404, "Repository not found")

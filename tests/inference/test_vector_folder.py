@@ -30,6 +30,7 @@ from embeddings.inference.vector_folder import (
 )
 from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, on_encode, some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
@@ -138,15 +139,16 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
 
 def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_changed(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out")
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest.pop("vector_format") == "float32"
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    path = tmp_path / "out" / "manifest.json"
+    assert json.loads(path.read_text())["vector_format"] == "float32"
+    rewrite_manifest(path, "vector_format")
+    manifest = path.read_bytes()
     assert VectorFolder.open(tmp_path / "out").vector_format == "float32"
     for requested in ("float32", "int8"):
         with pytest.raises(InputError, match=f"field 'vector_format' is None, expected '{requested}'"):
             encode_corpus(encoder, corpus, tmp_path / "out", vector_format=requested)
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
+    assert path.read_bytes() == manifest
+    rewrite_manifest(path, vector_format="int4")
     refused(InputError, r"field 'vector_format' is 'int4', expected one of", VectorFolder.open, tmp_path / "out")
 
 
@@ -175,7 +177,16 @@ def test_a_zero_or_non_finite_vector_is_named_and_not_ranked(value, kind, corpus
     vectors = np.load(path)
     vectors[0] = value
     np.save(path, vectors)
+    rewrite_manifest(path.with_name("manifest.json"))
     refused(InputError, rf"vectors-00001\.npy:0: .* {kind}", search_corpus, encoder, tmp_path / "out", ["fox"])
+
+
+def test_the_default_shard_is_small_where_encoding_is_slow_and_a_folder_keeps_its_own(corpus, encoder, tmp_path):
+    assert encode_corpus(encoder, corpus, tmp_path / "out").shard_size == 1024
+    encode_corpus(encoder, corpus, tmp_path / "small", shard_size=4)
+    before = content(tmp_path / "small")
+    assert encode_corpus(encoder, corpus, tmp_path / "small").shard_size == 4
+    assert content(tmp_path / "small") == before
 
 
 def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_path, monkeypatch):
@@ -200,6 +211,7 @@ def test_damaged_documents_are_named_in_one_line(content, message, corpus, encod
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     path = tmp_path / "out" / "documents-00001.jsonl"
     path.unlink() if content is None else path.write_bytes(content)
+    rewrite_manifest(path.with_name("manifest.json"))
     assert folder.documents([0])[0].document_id == "d0"
     for look in (lambda: folder.documents([0, 4]), lambda: search_corpus(encoder, tmp_path / "out", ["a"], 11)):
         refused(InputError, message, look)
@@ -416,10 +428,9 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
     assert len([name for name in whole if name.startswith("vectors")]) == 10
     found = encoded(model, corpus, tmp_path / "shared", devices=("cpu", "cpu"), tokenizer_workers=1, **options)
     assert found == whole
-    for name in ("vectors-00002.npy", "vectors-00007.npy", "manifest.json"):
+    for name in ("vectors-00002.npy", "vectors-00007.npy"):
         (tmp_path / "shared" / name).unlink()
-    manifest = json.loads(whole["manifest.json"]) | {"complete": False}
-    (tmp_path / "shared" / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_manifest(tmp_path / "shared" / "manifest.json", complete=False)
     assert encoded(model, corpus, tmp_path / "shared", tokenizer_workers=2, **options) == whole
 
 
@@ -427,7 +438,12 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
 @pytest.mark.parametrize(
     ("target", "number", "code", "message"),
     [
-        ("group", signal.SIGINT, 130, "interrupted; finished files and shards are kept"),
+        (
+            "group",
+            signal.SIGINT,
+            130,
+            "interrupted; finished files and shards are kept, and the same command continues after them",
+        ),
         ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); finished results are kept"),
     ],
 )

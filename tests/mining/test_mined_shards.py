@@ -21,6 +21,7 @@ from embeddings.mining.negatives import NegativeRules, Negatives
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.search import ExactSearch
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 from tests.mining.pair_sources import source
 from tests.mining.teachers import Teacher, know_teachers, unit
@@ -112,6 +113,7 @@ def test_an_invalid_query_vector_is_named(world):
     vectors = np.array(shards.load(1))
     vectors[2] = np.nan
     save_array(shards.path(1), vectors)
+    rewrite_manifest(shards.path(1).with_name("manifest.json"))
     refused(InputError, r"vectors-00001\.npy:2: the vector is not finite", made.mine, 1)
 
 

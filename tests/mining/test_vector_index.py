@@ -100,9 +100,9 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     refused(InputError, r"ivf\.faiss: there is no index of these vectors; make it with the", Index.open, folder)
     build_index(folder)
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
-    for content, field in ((before[:-9], "num_bytes"), (bytes(200) + before[200:], "head_sha256"), (b"", "num_bytes")):
+    for content in (before[:-9], bytes(200) + before[200:], b""):
         path.write_bytes(content)
-        refused(InputError, f"field '{field}' (is|differs).*; make it with the command index", Index.open, folder)
+        refused(InputError, r"ivf\.faiss: is damaged: .*; make it with the command index", Index.open, folder)
     path.write_bytes(before)
     Index.open(folder)
     save_array(folder.shards.path(1), unit_vectors(130, seed=3))
@@ -111,28 +111,17 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     refused(InputError, r"vectors-00004\.npy: is missing", Index.open, folder)
 
 
-def test_damage_inside_the_file_is_detected_on_opening_or_searching(folder, vectors):
+def test_a_flipped_bit_in_the_file_is_detected_on_opening(folder):
     build_index(folder, num_lists=8, num_probes=8)
     path, rng = folder.path / INDEX_FILE, np.random.default_rng(0)
     before = path.read_bytes()
-    head = len(before) - 600 * (4 * 8 + 8)
-    for _ in range(60):
-        damaged, place = bytearray(before), int(rng.integers(head))
+    for _ in range(20):
+        damaged, place = bytearray(before), int(rng.integers(len(before)))
         damaged[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(bytes(damaged))
-        refused(InputError, "'head_sha256'", Index.open, folder)
-    # The file ends with the row of the last list's last document.
-    row = int.from_bytes(before[-8:], "little")
-    for kind in (600, 2**40, -5):
-        path.write_bytes(before[:-8] + kind.to_bytes(8, "little", signed=True))
-        index = Index.open(folder)
-        with pytest.raises(InputError, match=r"ivf\.faiss: is damaged; make it with the command index"):
-            index.search(unit_rows(vectors[row : row + 1]), 5)
-    place = before.find(unit_rows(vectors[7:8]).tobytes())
-    assert place > head
-    path.write_bytes(before[:place] + b"\x00\x00\x00\x7f" * 8 + before[place + 32 :])
-    with pytest.raises(InputError, match=r"ivf\.faiss: is damaged"):
-        Index.open(folder).search(np.abs(unit_rows(vectors[7:8])), 5)
+        refused(InputError, "is damaged", Index.open, folder)
+    path.write_bytes(before)
+    Index.open(folder)
 
 
 # The last bytes are written when the file is closed, and faiss does not report the reason of a failure.

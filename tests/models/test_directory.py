@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from torch.nn import Identity
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.io import write_json
+from embeddings.common.own_folder import replaced_folder
 from embeddings.inference import Encoder
 from embeddings.models import (
     ClsPooling,
@@ -31,14 +34,7 @@ from embeddings.models import (
     model_files,
 )
 from embeddings.models.directory import read_head, read_norm, write_head, write_norm
-from embeddings.models.model_files import (
-    PACKAGED_NAME,
-    origin_of,
-    replaced_folder,
-    resolve_model,
-    weight_files,
-    weights_checksum,
-)
+from embeddings.models.model_files import PACKAGED_NAME, origin_of, resolve_model, weight_files, weights_checksum
 from embeddings.models.poolings import pooling_name
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.reading import random_tokens, tokenised
@@ -60,6 +56,8 @@ def tree(folder):
 
 
 def edit(file, **changes):
+    for folder in file.parents[:2]:
+        (folder / "manifest.json").unlink(missing_ok=True)
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
@@ -76,7 +74,7 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
     configs = {"config.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"}
     folders = {"1_Pooling", "2_Normalize"}
-    others = {"model.safetensors", "modules.json", "tokenizer.json"}
+    others = {"manifest.json", "model.safetensors", "modules.json", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "model").iterdir()} == configs | folders | others
 
 
@@ -206,7 +204,6 @@ def test_do_lower_case_makes_the_tokenizer_lower_case(tmp_path):
 def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path):
     target = tmp_path / "model"
     embedder(latent()).save_pretrained(target)
-    (target / "2_Dense").mkdir()
     others = {"metrics.json": b"{}", "plots/loss.png": b"png", "2024_plots/a.png": b"mine"}
     for name, content in others.items():
         (target / name).parent.mkdir(exist_ok=True)
@@ -214,10 +211,73 @@ def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path):
     second = embedder(seed=1)
     second.save_pretrained(target)
     assert {name: (target / name).read_bytes() for name in others} == others
-    assert not (target / "2_Dense").exists()
     assert not list(target.glob("*.py"))
     assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_only_unchanged_files_that_the_manifest_names_are_replaced(tmp_path, caplog):
+    target = tmp_path / "model"
+    first, second = embedder(latent()), embedder(seed=1)
+    first.save_pretrained(target)
+    users = ("tokens.txt", "token_budget.csv", "vocab_notes.md", "my_adapter.safetensors", "1_Pooling/notes.txt")
+    users += ("adapter/a.json", "onnx/deep/notes.txt", "tool.py", ".hidden")
+    for name in users:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text(f"mine: {name}")
+    (target / "vocab.txt").symlink_to(tmp_path / "nowhere")
+    (target / "poolings.py").write_text("changed by the user")
+    (target / "modules.json").write_text("changed by the user")
+    with caplog.at_level("WARNING"):
+        second.save_pretrained(target)
+    assert {name: (target / name).read_text() for name in users} == {name: f"mine: {name}" for name in users}
+    assert (target / "vocab.txt").is_symlink()
+    assert (target / "poolings.py").read_text() == "changed by the user"
+    assert (target / "modules.json.old").read_text() == "changed by the user"
+    assert "modules.json was not written by this library, and is now modules.json.old" in caplog.text
+    assert not (target / "latent_attention.py").exists()
+    assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes.md", "manifest.json", "sub/file"])
+def test_a_folder_that_this_library_did_not_write_is_refused_before_any_work(tmp_path, name):
+    (tmp_path / "model" / name).parent.mkdir(parents=True)
+    (tmp_path / "model" / name).write_text("{}")
+    with pytest.raises(OptionError, match=r"output must be new, empty or written by this library"):
+        embedder().save_pretrained(tmp_path / "model")
+    assert tree(tmp_path) == {f"model/{name}": b"{}"}
+
+
+@pytest.mark.parametrize("moves", [1, 2, 3])
+def test_the_next_save_restores_a_folder_whose_replacement_was_killed(tmp_path, monkeypatch, moves):
+    target = tmp_path / "model"
+    embedder().save_pretrained(target)
+    for name in ("a.txt", "b.txt"):
+        (target / name).write_text(name)
+    killed_export = f"""
+import os, sys
+from pathlib import Path
+from embeddings.common import own_folder as model_files
+replace, left = os.replace, [{moves}]
+def counted(source, destination):
+    left[0] -= 1
+    replace(source, destination)
+    if not left[0]:
+        os._exit(9)
+with model_files.replaced_folder(Path(sys.argv[1])) as new:
+    (new / "config.json").write_text("new")
+    flush = model_files._flush
+    def then_count(folder):
+        flush(folder)
+        os.replace = counted
+    model_files._flush = then_count
+"""
+    assert subprocess.run([sys.executable, "-c", killed_export, str(target)], check=False).returncode == 9
+    second = embedder(seed=1)
+    second.save_pretrained(target)
+    assert [(target / name).read_text() for name in ("a.txt", "b.txt")] == ["a.txt", "b.txt"]
+    assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
+    assert os.listdir(tmp_path) == ["model"]
 
 
 @pytest.mark.parametrize("failing", ["save_pretrained", "into place", "other files"])
@@ -271,13 +331,13 @@ def test_an_export_that_fails_during_another_leaves_the_others_model(tmp_path, m
     with pytest.raises(OSError, match="no space"):
         export("failed")
     other.join()
-    assert tree(target) == {"config.json": b"new", "notes.md": b"mine"}
+    assert {**tree(target), "manifest.json": b""} == {"config.json": b"new", "notes.md": b"mine", "manifest.json": b""}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_file_created_at_the_target_during_a_save_is_kept(tmp_path, monkeypatch):
     target = tmp_path / "model"
-    monkeypatch.setattr("embeddings.models.model_files._flush", lambda _: target.write_text("mine"))
+    monkeypatch.setattr("embeddings.common.own_folder._flush", lambda _: target.write_text("mine"))
     with pytest.raises(NotADirectoryError):
         embedder().save_pretrained(target)
     assert target.read_text() == "mine"
@@ -340,6 +400,7 @@ def test_an_unsupported_pooling_mode_is_refused(tmp_path, changes):
 
 def test_no_code_of_a_directory_runs(tmp_path):
     embedder(latent()).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "manifest.json").unlink()
     for file in (tmp_path / "model").glob("*.py"):
         file.write_text("raise SystemExit('ran')")
     Embedder.from_pretrained(tmp_path / "model")

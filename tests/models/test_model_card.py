@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from embeddings.cli.main import main
-from embeddings.common import TextSettings
+from embeddings.common import InputError, TextSettings
+from embeddings.common.own_folder import replaced_folder
 from embeddings.inference import Encoder
 from embeddings.models import Embedder, MeanPooling, push_to_hub
 from embeddings.models.model_card import (
@@ -115,8 +116,10 @@ def test_the_card_states_the_training_its_data_and_the_scores(tmp_path):
         "## Licence\n\nNot stated.",
     )
     assert [word for word in ("secret", "null", "curves.png") if word in text] == []
-    (tmp_path / "model" / "curves.png").write_bytes(b"")
-    write_model_card(tmp_path / "model", embedder(), FACTS)
+    with replaced_folder(tmp_path / "model") as new:
+        embedder().save_pretrained(new)
+        (new / "curves.png").write_bytes(b"")
+        write_model_card(new, embedder(), FACTS)
     assert "(curves.png)" in (tmp_path / "model" / "README.md").read_text()
     # The next model in the folder does not keep the curves of this one.
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
@@ -310,9 +313,9 @@ def test_symbolic_links_and_incomplete_directories_are_refused(hub, tmp_path, ca
     folder = written(tmp_path / "model")
     words = ["push", str(folder), "model"]
     (tmp_path / "secret").write_text("{}")
-    (folder / "vocab.json").symlink_to(tmp_path / "secret")
-    assert_refused(capsys, tmp_path, "vocab.json: is a symbolic link", main, words)
-    (folder / "vocab.json").unlink()
+    (folder / "LICENSE").symlink_to(tmp_path / "secret")
+    assert_refused(capsys, tmp_path, "LICENSE: is a symbolic link", main, words)
+    (folder / "LICENSE").unlink()
     (folder / "model.safetensors").unlink()
     assert_refused(capsys, tmp_path, "is missing, so the model is incomplete", main, words)
     (folder / "config.json").unlink()
@@ -322,16 +325,25 @@ def test_symbolic_links_and_incomplete_directories_are_refused(hub, tmp_path, ca
 
 def test_an_existing_repository_is_refused_and_an_update_deletes_old_model_files(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
+    old_files = ("model-00001-of-00002.safetensors", "3_Dense/config.json")
+    with replaced_folder(folder) as new:
+        written(new)
+        (new / "3_Dense").mkdir()
+        for name in old_files:
+            (new / name).write_text("{}")
     push_to_hub(folder, "model")
     repository = hub.repositories[f"{OWNER}/model"]
-    files = repository.branches["main"]
-    files |= {"model-00001-of-00002.safetensors": b"old", "3_Dense/config.json": b"{}", "picture.png": b"kept"}
-    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    repository.branches["main"] |= {"token_counts.csv": b"kept", "1_Pooling/notes.txt": b"kept"}
+    written(folder)
     words = ["push", str(folder), f"{OWNER}/model"]
     assert_refused(capsys, tmp_path, f"{OWNER}/model: exists already; name another, or commit", main, words)
     assert main([*words, "--update", "true", "--message", "Again"]) == 0
-    assert committed(hub, f"{OWNER}/model") == {**content(folder), "picture.png": b"kept"}
-    assert sorted(repository.deleted) == ["3_Dense/config.json", "model-00001-of-00002.safetensors"]
+    assert committed(hub, f"{OWNER}/model") == {
+        **content(folder),
+        "token_counts.csv": b"kept",
+        "1_Pooling/notes.txt": b"kept",
+    }
+    assert sorted(repository.deleted) == sorted(old_files)
     assert repository.messages[-1] == "Again"
 
 
@@ -383,13 +395,14 @@ def test_an_encoder_pushes_its_directory_or_its_model_in_memory(hub, tmp_path):
     assert hub.repositories[f"{OWNER}/of_memory"].private
 
 
-def test_all_files_that_this_library_writes_are_the_models_own(tmp_path):
+def test_a_changed_file_is_not_uploaded_except_the_card_and_files_of_the_user_are_left_out(tmp_path):
     folder = written(tmp_path / "model", embedder(prompts={"query": "q:"}))
-    for name in ("onnx/model.onnx", "openvino/openvino_model.xml", "adapter/adapter_config.json"):
-        (folder / name).parent.mkdir()
-        (folder / name).write_text("{}")
-    for name in ("curves.png", "import.json", "training_run.json", "model.safetensors.index.json"):
-        (folder / name).write_text('{"weight_map": {"a": "model.safetensors"}}')
-    paths, left_out = own_files(folder)
-    assert sorted(paths) == sorted(content(folder))
-    assert left_out == []
+    whole = sorted(content(folder))
+    (folder / "README.md").write_text("mine")
+    (folder / "1_Pooling" / "notes.txt").write_text("mine")
+    (folder / "token_budget.csv").write_text("mine")
+    assert own_files(folder)[0] == whole
+    assert own_files(folder)[1] == ["1_Pooling/notes.txt", "token_budget.csv"]
+    (folder / "portable.py").write_text("changed = 1")
+    with pytest.raises(InputError, match=r"portable\.py: is damaged"):
+        own_files(folder)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -21,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_sha256, write_manifest, write_text
+from embeddings.common.io import atomic_path, check_manifest, file_hash, write_text
 from embeddings.common.jobs import progress_bar
+from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import logger
 from embeddings.common.random import numpy_generator
 from embeddings.data.docstrings.extract import (
@@ -336,7 +336,7 @@ def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any]
     except InputError:
         return None
     files = {output / name: digest for name, digest in manifest["files"].items()}
-    intact = all(path.is_file() and file_sha256(path) == digest for path, digest in files.items())
+    intact = all(path.is_file() and file_hash(path) == digest for path, digest in files.items())
     return manifest if intact else None
 
 
@@ -353,22 +353,14 @@ def check_output(output: Path) -> None:
 
 
 def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
-    """Write a corpus; an earlier one is replaced only after all files are written.
+    """Write a corpus; the files of an earlier one are replaced after all files are written, other files are kept.
 
     `seed` selects the hard negatives; every `step`-th training pair is written.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:
-        folder = Path(temporary, "new")
+    with replaced_folder(output, fields) as folder:
         _write_train(folder / "train.jsonl.gz", split, seed, step)
         for name, part in split.evaluation.items():
             _write_evaluation(folder / "eval" / name, part)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        hashes = {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
-        write_manifest(folder, {**fields, "files": hashes})
-        if output.exists():
-            os.replace(output, Path(temporary, "old"))
-        os.replace(folder, output)
 
 
 def _write_train(path: Path, split: DocstringSplit, seed: int, step: int) -> None:

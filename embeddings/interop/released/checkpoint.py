@@ -21,12 +21,13 @@ from transformers import (
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.errors import shown
+from embeddings.common.io import check_file
 from embeddings.common.text import one_line
 from embeddings.models.backbone import load_model, quiet_transformers, read_tokenizer
 from embeddings.models.directory import read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
-from embeddings.models.model_files import read_json, weight_files
+from embeddings.models.model_files import UNDAMAGED, read_json, weight_files
 from embeddings.models.pooling import MeanPooling
 
 _ONE_SOURCE, _WHOLE_COPY = "use config.json and weights of one checkpoint", "use a complete copy of the checkpoint"
@@ -130,6 +131,7 @@ class ReleasedWeights:
                 pickle = f", and {pickles[0]} is a pickle, which could run code when it is read" if pickles else ""
                 problem = f"contains no {path.name}{pickle}"
                 raise InputError(str(folder), problem, "use a complete copy with safetensors")
+            check_file(path, UNDAMAGED)
             try:
                 with safe_open(path, framework="pt") as tensors:
                     shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118

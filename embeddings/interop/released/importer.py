@@ -12,6 +12,7 @@ from transformers import NomicBertConfig
 
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.io import write_json
+from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.interop.released import cde, llm2vec, nomic, nv_embed
@@ -22,13 +23,7 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_card import ImportFacts, keeps_card, stated_licence, write_model_card
-from embeddings.models.model_files import (
-    IMPORT_FILE,
-    origin_of,
-    replaced_folder,
-    require_folder_or_nothing,
-    resolve_model,
-)
+from embeddings.models.model_files import IMPORT_FILE, origin_of, resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 from embeddings.models.pooling import MeanPooling
 
@@ -59,7 +54,7 @@ def import_released(
         InputError: If the checkpoint is not found, of an unknown family, or incomplete.
         OptionError: If the output is a file or a source folder, or an option is invalid.
     """
-    require_folder_or_nothing(output)
+    require_replaceable(output)
     if known_as is not None and known_as not in USAGES:
         raise OptionError("known_as", known_as, f"must be one of {', '.join(USAGES)}", "leave it out for other models")
     folder = resolve_model(source, revision)

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from embeddings.common import OptionError
-from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES, prepare, prepare_docstrings
+from embeddings.common import OptionError, own_folder
+from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES, prepare_docstrings
 from embeddings.data.docstrings.extract import DocumentedFunction, is_available
 from embeddings.data.docstrings.prepare import (
     BOILERPLATE_FUNCTIONS,
@@ -180,7 +180,7 @@ def test_an_interrupted_job_leaves_the_earlier_corpus_which_is_reused_only_if_in
     write_corpus(out, SPLIT, counted)
     before = files(tmp_path)
     for folder, split in (("out", SPLIT._replace(train=[TEST])), ("new", SPLIT)):
-        monkeypatch.setattr(prepare, "write_manifest", interrupted_at(None))
+        monkeypatch.setattr(own_folder, "record_all", interrupted_at(None))
         with pytest.raises(KeyboardInterrupt):
             write_corpus(tmp_path / folder, split, FIELDS)
     assert files(tmp_path) == before

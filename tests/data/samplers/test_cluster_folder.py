@@ -10,6 +10,7 @@ from embeddings.data.samplers import clustered as cluster_folder
 from embeddings.data.samplers.clustered import ClusterFolder, write_cluster_files
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
 from tests.helpers.interrupts import interrupted_at
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 
 
@@ -75,6 +76,7 @@ def test_an_invalid_entry_is_named_by_its_row(name, value, block_bytes, tmp_path
     array = np.load(path)
     array[2, ...] = value
     np.save(path, array)
+    rewrite_manifest(path.with_name("manifest.json"))
     refused(InputError, rf"clusters/{name}:2: is not .*; make", ClusterFolder, path.parent)
 
 
