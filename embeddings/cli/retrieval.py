@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
-from embeddings.common.io import write_json
+from embeddings.common.io import GENERATOR, require_own_output, write_json
 from embeddings.common.jobs import ArrayTask, TaskOptions
+from embeddings.common.own_folder import record_files
 from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import choose_prompt, printable
 from embeddings.evaluation import evaluate_folders, format_results
@@ -34,6 +35,7 @@ from embeddings.inference.search import require_multiplier, require_top_k
 from embeddings.inference.vectors import bytes_per_vector
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.vector_index import INDEX_FILE
+from embeddings.models.model_files import SCORES_FILE
 
 # For larger corpus files, `search` recommends running `encode` once.
 LARGE_CORPUS_BYTES = 2**20
@@ -50,7 +52,7 @@ def encode(
     precision: Precision = "auto",
     dimensions: int | None = None,
     vector_format: VectorFormat = "float32",
-    shard_size: int = 8192,
+    shard_size: int | None = None,
     context: Path | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
@@ -75,7 +77,8 @@ def encode(
         dimensions: Number of leading dimensions to keep of each vector, for a Matryoshka model; default all.
         vector_format: Storage format: `int8` with a scale for each vector, `binary` with signs, eight per byte.
             `search` reads all formats, `index` float32 and float16, other commands float32.
-        shard_size: Texts per shard.
+        shard_size: Texts per shard; an interruption loses the current one. Default 1,024 on a CPU or for a model of at
+            least a billion parameters, else 8,192.
         context: The corpus from which a contextual model gets its context documents, a file or an encoded folder; use
             the same for `search`. Without it the model encodes texts without context.
         context_size: Number of context documents to draw, repeated if the corpus is small; default the model's number.
@@ -294,8 +297,8 @@ def evaluate(
         folders = data if isinstance(data, list) else [data] if data is not None else []
         if not folders:
             raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
-        if output is not None and output.is_dir():
-            raise InputError(f"--output {output}", "is a directory", "give a JSON file")
+        if output is not None:
+            require_own_output(output)
         run = partial(_score_folders, folders=folders, output=output, settings=settings)
     encoder = load_encoder(model, precision, None)
     warn_of_untrained(encoder, widths or [])
@@ -337,5 +340,7 @@ def _score_folders(
     results = evaluate_folders(encoder, folders, **settings)
     if output is not None:
         trained = {"trained_widths": list(encoder.embedder.trained_widths)}
-        write_json(output, [{**asdict(result), **trained} for result in results])
+        write_json(output, [{"generator": GENERATOR, **asdict(result), **trained} for result in results])
+        if output.name == SCORES_FILE:
+            record_files(output.parent, SCORES_FILE)
     return format_results(results)

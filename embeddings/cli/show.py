@@ -96,7 +96,7 @@ def anchor_tokens(
             causal mask.
     """
     _check_texts(texts)
-    figures.check_output(output, "an HTML file", needs_matplotlib=False)
+    figures.check_output(output, needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
     options = {
         "axis": axis,
@@ -408,6 +408,6 @@ def report(run: Path, output: Path | None = None) -> None:
     if not run.is_dir():
         raise InputError(str(run), "is not a folder", "give a run's folder, such as checkpoints/runs/NAME/version_0")
     path = output or run / "report.html"
-    figures.check_output(path, "an HTML file")
+    figures.check_output(path)
     figures.write_report(run, path)
     print(f"wrote {path}")

@@ -14,7 +14,7 @@ from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number,
 from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, settings_hash, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.errors import refuse_given, require
-from embeddings.common.io import atomic_path, file_lock, write_json
+from embeddings.common.io import atomic_path, file_lock, require_own_output, write_json
 from embeddings.common.process import (
     EXIT_RESUMABLE,
     STOP_SIGNALS,
@@ -238,6 +238,7 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     means = seed_table(results, plan.names, metric)
     print(f"\n{means}" if means else "", f"\n{num_done} of {plan.num_points} done", sep="")
     picture = path.with_suffix(".png")
+    require_own_output(path, ",".join(RESULT_COLUMNS))
     check_output(picture)
     write_results(results, plan.names, path)
     heading = f"{plan.name}: {num_done} of {plan.num_points} runs"
@@ -334,11 +335,15 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
     return format_table(rows, "<")
 
 
+# The last columns of the CSV file of results.
+RESULT_COLUMNS = ("last", "best", "best_step", "seconds", "status", "folder")
+
+
 def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
     """Write the results as CSV, atomically; missing values are empty."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["point", *names, "last", "best", "best_step", "seconds", "status", "folder"])
+        writer.writerow(["point", *names, *RESULT_COLUMNS])
         for result in results:
             values = [label(result.run.point[key]) if key in result.run.point else None for key in names]
             measured: list[Any] = [result.last, result.best, result.best_step, result.seconds]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embeddings.common import InputError
 from embeddings.common.errors import require
-from embeddings.common.io import atomic_path, write_text
+from embeddings.common.io import GENERATOR, atomic_path, require_own_output, write_text
 from embeddings.common.text import shorten
 
 GREY, BLACK = "#777777", "#1a1a1a"
@@ -25,24 +24,20 @@ def pyplot() -> Any:
     return plt
 
 
-def check_output(output: Path, kind: str = "a PNG file", needs_matplotlib: bool = True) -> None:
-    """Check, before any work, that a figure can be drawn and written to a path."""
+def check_output(output: Path, needs_matplotlib: bool = True) -> None:
+    """Check, before any work, that a figure can be drawn, and a path written without the loss of another file."""
     if needs_matplotlib:
         pyplot()
-    if output.is_dir():
-        raise InputError(f"--output {output}", "is a directory", f"name {kind}")
-    existing = next(path for path in output.absolute().parents if path.exists())
-    if not existing.is_dir():
-        raise InputError(f"--output {output}", f"{existing} is not a folder", "name a new file")
+    require_own_output(output)
 
 
 def write_png(figure: Any, output: Path) -> None:
-    """Write a figure as a PNG, atomically, and close it; an existing file is replaced."""
+    """Write a figure as a PNG, atomically, and close it."""
     try:
         with atomic_path(output) as temporary, warnings.catch_warnings():
             # A character that the font lacks is drawn as a box.
             warnings.filterwarnings("ignore", "Glyph .* missing from font")
-            figure.savefig(temporary, dpi=120, format="png")
+            figure.savefig(temporary, dpi=120, format="png", metadata={"Software": GENERATOR})
     finally:
         pyplot().close(figure)
 
@@ -55,7 +50,7 @@ def write_page(output: Path, template: str, **values: Any) -> None:
         loader=jinja2.PackageLoader(__package__), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.tests["number_like"] = _is_number_like
-    page = environment.get_template(template).render(values)
+    page = environment.get_template(template).render(values, generator=GENERATOR)
     # Lone surrogates, from damaged files, cannot be encoded.
     write_text(output, page.encode("utf-8", "replace").decode())
 

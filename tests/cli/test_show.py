@@ -86,7 +86,7 @@ def test_curves_of_a_run_are_in_its_folder_and_those_of_several_in_the_working_f
 
 
 def test_anchor_weights_of_a_model_with_another_pooling(models, tmp_path, capsys, monkeypatch):
-    (tmp_path / "anchor-tokens.html").write_bytes(b"old")
+    (tmp_path / "anchor-tokens.html").touch()
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # the page needs none
     assert show("anchor-tokens", models, "mean", TEXT, "dog") == 0
     assert (tmp_path / "anchor-tokens.html").read_bytes().startswith(b"<!DOCTYPE html>")
@@ -180,7 +180,7 @@ def test_the_head_the_prompt_and_the_columns_can_be_chosen(models, drawing, caps
 
 
 def test_a_figure_and_a_table_of_routing(models, tmp_path, capsys):
-    (tmp_path / "routing.html").write_bytes(b"old")
+    (tmp_path / "routing.html").touch()
     assert show("routing", models, "sparse", *TEXTS) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["routing.html"]
     assert (tmp_path / "routing.html").read_bytes().startswith(b"<!DOCTYPE html>")
@@ -309,7 +309,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("anchor-tokens --model mean TEXT --axis both", "axis"),
         ("anchor-tokens --model mean TEXT --layers []", "pooling.layers must name a layer"),
         ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
-        ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory; name an HTML file"),
+        ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory, not a file"),
         ("latent-attention --model latent TEXT --num-latents 0", "num_latents must be >= 1"),
         ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
         ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
@@ -325,7 +325,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("report", "run"),
         ("report file", "file: is not a folder; give a run's folder"),
         ("report other", "other/config.yaml: no such file; give a run's folder"),
-        ("report whole --output other", "--output other: is a directory; name an HTML file"),
+        ("report whole --output other", "--output other: is a directory, not a file"),
     ],
 )
 def test_a_show_error_is_reported_in_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):

@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib")
 
 
 def test_an_output_may_be_a_new_or_existing_file(tmp_path):
-    (tmp_path / "old.png").write_bytes(b"old")
+    (tmp_path / "old.png").touch()
     for name in ("old.png", "new.png", "new/folder/new.png"):
         check_output(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
