@@ -18,7 +18,8 @@ from embeddings.common.text import one_line
 
 EXIT_OK, EXIT_INPUT, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 0, 2, 70, 74, 130
 
-INTERRUPTED = "interrupted; finished files and shards are kept"
+INTERRUPTED = "interrupted; the same command starts again from the beginning"
+RESUMABLE = "interrupted; finished files and shards are kept, and the same command continues after them"
 
 _DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: (\w+)|exited unexpectedly)"
@@ -37,8 +38,10 @@ class ConfigError(UserError):
     """A command line or config that cannot be parsed."""
 
 
-def run_guarded(command: Callable[[], None]) -> int:
+def run_guarded(command: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
     """Run a command and return its exit code; each failure is one line on standard error.
+
+    `interrupted` is the line after Ctrl-C.
 
     Exit codes:
         2: A `UserError`, or a file where a folder is needed.
@@ -49,18 +52,18 @@ def run_guarded(command: Callable[[], None]) -> int:
         Any other exception: 2 before the command's work has begun, else 70; the line names a file with its traceback.
     """
     _prepare_output()
-    code = _run(command)
+    code = _run(command, interrupted)
     output_error = _flush_output()
     return _report(_output_line(output_error), EXIT_IO) if output_error is not None and code == EXIT_OK else code
 
 
-def _run(command: Callable[[], None]) -> int:
+def _run(command: Callable[[], None], interrupted: str) -> int:
     try:
         command()
     except (UserError, NumericError, WorkerError) as error:
         return _report(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _report(INTERRUPTED, EXIT_INTERRUPTED)
+        return _report(interrupted, EXIT_INTERRUPTED)
     except PreemptedError as stop:
         if stop.line:
             how = "interrupted" if stop.exit_code == EXIT_INTERRUPTED else "preempted"
@@ -69,7 +72,7 @@ def _run(command: Callable[[], None]) -> int:
     except SystemExit as stop:
         # Lightning turns Ctrl-C into a SystemExit; the parser raises one after printing its help.
         if isinstance(stop.__context__, KeyboardInterrupt):
-            return _report(INTERRUPTED, EXIT_INTERRUPTED)
+            return _report(interrupted, EXIT_INTERRUPTED)
         if isinstance(stop.code, str):
             raise
         return stop.code or EXIT_OK

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
 from embeddings.cli.configs import CONFIGS, config_paths, configs_of, restrict_imports
-from embeddings.cli.errors import ConfigError, run_guarded
+from embeddings.cli.errors import INTERRUPTED, RESUMABLE, ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
 from embeddings.common.errors import program
 from embeddings.common.process import (
@@ -87,6 +87,8 @@ COMMANDS = {
     "show contextual-shift": Command("embeddings.cli.show:contextual_shift", "plot how vectors move between contexts"),
     "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
 }
+# After an interruption these continue when they are run again, as does `evaluate --tasks`.
+RESUMING = ("prepare", "encode", "cluster", "mine", "filter", "synthesize", "compress", "sweep")
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",
@@ -106,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"embeddings {__version__}")
         return 0
     with log_to_stderr(), quiet_libraries():
-        return run_guarded(lambda: dispatch(argv))
+        return run_guarded(lambda: dispatch(argv), RESUMABLE if resumes(argv) else INTERRUPTED)
 
 
 def run() -> NoReturn:
@@ -115,6 +117,13 @@ def run() -> NoReturn:
     # The command has ended: a signal during the exit would only change the exit code.
     ignore_stop_signals()
     raise SystemExit(code)
+
+
+def resumes(argv: Sequence[str]) -> bool:
+    """Whether a command that was interrupted continues after its finished work when it is run again."""
+    if argv[0] == "evaluate":
+        return any(word.partition("=")[0] == "--tasks" for word in argv)
+    return argv[0] in RESUMING and list(argv[:2]) != ["prepare", "docstrings"]
 
 
 def dispatch(argv: list[str]) -> None:

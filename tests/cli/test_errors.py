@@ -8,8 +8,31 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli.errors import run_guarded
-from embeddings.cli.main import call
+from embeddings.cli.main import call, main
 from embeddings.common import InputError, NumericError
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["encode", "--model", "m"], "finished files and shards are kept, and the same command continues after them"),
+        (["compress"], "the same command continues after them"),
+        (["evaluate", "--tasks", "STS12"], "the same command continues after them"),
+        (["evaluate", "--data", "folder"], "the same command starts again from the beginning"),
+        (["prepare", "docstrings"], "the same command starts again from the beginning"),
+        (["prepare", "cde"], "the same command continues after them"),
+        (["show", "curves"], "the same command starts again from the beginning"),
+    ],
+)
+def test_after_ctrl_c_the_line_says_whether_the_same_command_continues(words, says, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("embeddings.cli.main.dispatch", interrupted)
+    assert main(words) == 130
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("error: interrupted; ")
+    assert line.endswith(says)
 
 
 def raising(error):
