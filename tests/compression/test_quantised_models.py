@@ -172,6 +172,7 @@ def test_quantised_models_are_not_compressed_again_and_other_methods_not_read(qu
     words = ["compress", "--model", "small", "--output", "smaller", "--calibration", "texts.txt", "--prune", "wanda"]
     assert_refused(capsys, tmp_path, "is already quantised", main, words)
     config = json.loads((small / "config.json").read_text())
+    (small / "manifest.json").unlink()
     for fields in ({"quant_method": "gptq"}, {"quant_method": "compressed-tensors", "format": "pack-quantized"}):
         (small / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
         with pytest.raises(InputError, match="is quantised by"):

@@ -222,7 +222,7 @@ def written(tmp_path_factory):
 def test_the_directory_contains_both_stages_and_their_code(written):
     code = {"context_layers", "pooling", "poolings", "portable", "portable_contextual"}
     assert carried_code(written) == code
-    names = {"config.json", "config_sentence_transformers.json", "modules.json", "text_settings.json"}
+    names = {"config.json", "config_sentence_transformers.json", "manifest.json", "modules.json", "text_settings.json"}
     names |= {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json"}
     names |= {f"0_Context/{name}" for name in ("config.json", "context.json", "context.safetensors")}
     names |= {"0_Context/model.safetensors", "2_ResidualHead/config.json", "2_ResidualHead/model.safetensors"}
@@ -241,6 +241,7 @@ def test_the_directory_contains_both_stages_and_their_code(written):
 def test_a_directory_without_context_max_length_has_no_limit(tmp_path):
     tiny_contextual(context_max_length=4).save_pretrained(tmp_path / "model")
     assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length == 4
+    (tmp_path / "model/manifest.json").unlink()
     file = tmp_path / "model/0_Context/context.json"
     file.write_text(file.read_text().replace("context_max_length", "unknown"))
     assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length is None
@@ -274,6 +275,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_directory_is_refused_in_one_line(tmp_path, written, damage):
     shutil.copytree(written, tmp_path / "model")
+    (tmp_path / "model/manifest.json").unlink()
     DAMAGE[damage](tmp_path / "model")
     with pytest.raises(InputError) as caught:
         ContextualEmbedder.from_pretrained(tmp_path / "model")

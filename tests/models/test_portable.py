@@ -203,9 +203,8 @@ CARRIED = {
 
 @pytest.mark.parametrize("name", sorted(CARRIED))
 def test_a_directory_contains_only_the_code_of_its_own_pooling(name, tmp_path):
-    older, own = tmp_path / "model" / "anchor_fused.py", tmp_path / "model" / "my_own.py"
-    own.parent.mkdir()
-    older.write_text('"""This file travels inside model directories: an older one."""')
+    own = tmp_path / "model" / "my_own.py"
+    decoder(pooling_of(min(CARRIED)), sentencepiece_tokenizer()).save_pretrained(tmp_path / "model")
     own.write_text("")
     decoder(pooling_of(name), sentencepiece_tokenizer()).save_pretrained(tmp_path / "model")
     own.unlink()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.manifests import rewrite_manifest
 from tests.reliability.world import Place
 
 Make = Callable[[Place], object]
@@ -116,8 +117,18 @@ def unchanged(folder: Path) -> None:
 
 
 def copied(name: str, damage: Callable[[Path], object] = unchanged, to: str = "") -> Make:
-    """Copies a file or folder of the world, and optionally damages it."""
-    return lambda place: damage(place.copy(name, to))
+    """Copies a file or folder of the world, and optionally damages it; its manifests lose their hashes first.
+
+    The damage then reaches the checks behind the hashes.
+    """
+
+    def make(place: Place) -> object:
+        path = place.copy(name, to)
+        for manifest in path.rglob("manifest.json"):
+            rewrite_manifest(manifest)
+        return damage(path)
+
+    return make
 
 
 def content(name: str, text: str | bytes) -> Callable[[Path], object]:
