@@ -192,7 +192,7 @@ def latent_attention(
     _check_texts(texts)
     if num_latents < 1:
         raise OptionError("num_latents", num_latents, "must be >= 1", "24 is usual")
-    figures.check_output(output, "an HTML file", needs_matplotlib=False)
+    figures.check_output(output, needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
     weights = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
     _check_tokens(texts, [each.spans for each in weights])
@@ -266,7 +266,7 @@ def routing(
         raise OptionError("TEXT", got, "or input must be given", "give texts, or --input FILE")
     _check_texts(texts)
     page = output or Path("routing.html")
-    figures.check_output(page, "an HTML file", needs_matplotlib=False)
+    figures.check_output(page, needs_matplotlib=False)
     if input is not None:
         texts = [document.text for document in read_corpus(input)]
         if not any(text.strip() for text in texts):
