@@ -17,10 +17,15 @@ def lines(model, output):
     return {
         "evaluate": ["evaluate", "--model", model, "--data", "data", "--output", output],
         "anchor-tokens": ["show", "anchor-tokens", "a text", "--model", model, "--output", output],
-        "sparsity": ["show", "sparsity", "--model", model, "--output", output],
+        "curves": ["show", "curves", "--run", "run", "--output", output],
         "mine": ["mine", "--model", model, "--input", "pairs.jsonl", "--output", f"{output}.jsonl", "--margin", "null"],
         "filter": ["filter", "--input", "pairs.jsonl", "--output", f"{output}.jsonl"],
     }
+
+
+def write_curve(run):
+    run.mkdir()
+    (run / "metrics.csv").write_text("step,train/loss\n0,2.0\n")
 
 
 @pytest.mark.parametrize("command", lines("", ""))
@@ -31,6 +36,7 @@ def test_a_file_link_device_or_fifo_of_the_user_is_refused_and_kept(
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path_factory.mktemp("cache")))
     write_retrieval_folder(tmp_path / "data")
     write_pairs(tmp_path / "pairs.jsonl", 12)
+    write_curve(tmp_path / "run")
     line = lines(model, "out")[command]
     path = Path(line[line.index("--output") + 1])
     Path("target").write_text("mine")
@@ -53,6 +59,7 @@ def test_a_file_link_device_or_fifo_of_the_user_is_refused_and_kept(
 @pytest.mark.parametrize("command", [name for name in lines("", "") if name not in ("mine", "filter")])
 def test_the_same_command_replaces_its_own_output(command, model, tmp_path):
     write_retrieval_folder(tmp_path / "data")
+    write_curve(tmp_path / "run")
     Path("out").touch()
     for _ in range(2):
         assert main(lines(model, "out")[command]) == 0
