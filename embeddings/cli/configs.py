@@ -1,21 +1,18 @@
-"""Config files: reading their YAML safely, restricting what they may import, and expanding recipes."""
+"""Config files: reading their YAML safely, checking how they combine, and expanding recipes."""
 
 import csv
-import functools
-import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
 
-import embeddings
 from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError, UserError
+from embeddings.common.class_paths import VARIABLE, named_function
 from embeddings.common.errors import CHECKOUT, PACKAGE, shown
 from embeddings.common.text import one_line
 
@@ -23,29 +20,6 @@ FOLDER = "lightning_configs"
 # The library's configs: in the top folder of a checkout, or inside the installed package.
 CONFIGS = (CHECKOUT or PACKAGE) / FOLDER
 RECIPES = f"{FOLDER}/recipes.csv"
-# Configs may name classes of the packages in `ALLOWED` and of those in this environment variable.
-VARIABLE = "EMBED_IMPORTS"
-ALLOWED = (
-    *(f"embeddings.{name}" for name in embeddings.__all__),
-    "embeddings.callbacks",
-    "embeddings.common.TextSettings",
-    "embeddings.common.text",
-    "embeddings.data",
-    "embeddings.losses",
-    "embeddings.models",
-    "embeddings.modules",
-    "embeddings.strategies",
-    "embeddings.training",
-    "lightning.fabric.plugins",
-    "lightning.pytorch.accelerators",
-    "lightning.pytorch.callbacks",
-    "lightning.pytorch.loggers",
-    "lightning.pytorch.plugins",
-    "lightning.pytorch.profilers",
-    "lightning.pytorch.strategies",
-    "torch.nn",
-    "torch.optim",
-)
 # Maximum number of values that come from YAML aliases: a few lines of nested aliases can expand to billions.
 MAX_ALIASED_VALUES = 10_000
 
@@ -54,57 +28,12 @@ _INVALID_CHARACTER = re.compile("[\0\ud800-\udfff]")
 _FILE_NAME = re.compile(r"[^{\n]+")
 
 
-def restrict_imports() -> None:
-    """Restrict what the parsers import to `ALLOWED` and the packages in `$EMBED_IMPORTS`, separated by commas.
-
-    A class path in a config calls the object that it names. jsonargparse checks the path as written and the module that
-    defines the object, so a config cannot reach another library's objects through one of our modules.
-    """
-    try:
-        set_parsing_settings(
-            import_path_denylist=["*"],
-            import_path_allowlist=[*ALLOWED, *_trusted()],
-            instantiate_subclass_spec_in_any=False,
-        )
-    except ValueError as error:
-        rule = "is not a comma-separated list of package names"
-        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]} {rule}; write my_package, or unset it") from error
-
-
-def may_import(path: str) -> bool:
-    """Whether the allow-list permits this import path in a config."""
-    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in (*ALLOWED, *_trusted()))
-
-
 def check_functions(argv: Sequence[str], parsed: Any) -> None:
-    """Refuse options that name a function: a callback would call it with its hook's arguments."""
-    # A function that is only a class's default value is neither in the arguments nor in a config.
+    """Refuse configs and options that name a function."""
     text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
-    for function in _functions(parsed):
-        name = getattr(function, "__qualname__", type(function).__name__)
-        path = f"{function.__module__}.{name}"
-        is_trusted = any(path.startswith(f"{package}.") for package in _trusted())
-        if not is_trusted and re.search(rf"\.{re.escape(name)}\b", text):
-            raise UserError(
-                f"a config may not name the function {path}; name a class, or trust its package by {VARIABLE}"
-            )
-
-
-def _functions(value: Any) -> Iterator[Any]:
-    """The functions inside a value, at any depth."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for element in value:
-            yield from _functions(element)
-    elif inspect.isroutine(value) or isinstance(value, functools.partial):
-        yield value
-
-
-def _trusted() -> list[str]:
-    return [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    path = named_function(parsed, text)
+    if path is not None:
+        raise UserError(f"a config may not name the function {path}; name a class, or trust its package by {VARIABLE}")
 
 
 def located(path: str) -> str:

@@ -29,11 +29,12 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
-from embeddings.cli.configs import check_configs, check_functions, expand_recipe, restrict_imports
+from embeddings.cli.configs import check_configs, check_functions, expand_recipe
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
 from embeddings.common import OptionError, UserError
+from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.text import one_line
 from embeddings.figures.run_facts import metrics_path, read_curves
@@ -200,9 +201,9 @@ def check_arguments(argv: Sequence[str]) -> None:
         run_trainer(argv, CheckingCLI)
 
 
+@restricted_imports()
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """Run `fit` with these arguments; `--recipe NAME` is replaced by the configs that `recipes.csv` lists."""
-    restrict_imports()
     words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     if SOURCES_HELP in words and "--data.help" not in words:
         classes = [value for word in words if (value := word.rpartition("=")[2]).endswith("DataModule")]

@@ -9,9 +9,10 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
-from embeddings.cli.configs import CONFIGS, config_paths, configs_of, restrict_imports
+from embeddings.cli.configs import CONFIGS, config_paths, configs_of
 from embeddings.cli.errors import INTERRUPTED, RESUMABLE, ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
+from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.process import (
     check_variables,
@@ -126,6 +127,7 @@ def resumes(argv: Sequence[str]) -> bool:
     return argv[0] in RESUMING and list(argv[:2]) != ["prepare", "docstrings"]
 
 
+@restricted_imports()
 def dispatch(argv: list[str]) -> None:
     """Run the command that `argv[0]` names."""
     for word in argv:
@@ -156,7 +158,6 @@ def dispatch(argv: list[str]) -> None:
 
 def run_command(name: str, argv: Sequence[str]) -> None:
     """Parse `argv` against the command's signature and call it."""
-    restrict_imports()
     command = COMMANDS[name]
     function = command.load()
     hints = get_type_hints(function)

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from embeddings.cli.configs import VARIABLE, config_paths, configs_of, located, may_import
+from embeddings.cli.configs import config_paths, configs_of, located
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
+from embeddings.common.class_paths import may_import, refused_path, trust_hint
 from embeddings.common.text import one_line
 
 CONFIG_HELP = "a YAML file of these options; several are merged from left to right"
@@ -208,7 +209,7 @@ def reason(message: str) -> str:
     the first type's complaint.
     """
     keys: list[str] = []
-    refused = re.search(r"Importing '([^']+)' is not allowed", message)
+    refused = refused_path(message)
     while "Errors:" in message:
         head, _, tail = message.partition("Errors:")
         complaints = _complaints(tail)
@@ -226,10 +227,7 @@ def reason(message: str) -> str:
     if single is not None:
         message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
     if refused is not None:
-        package = refused[1].partition(".")[0]
-        message = f"a config may not name {refused[1]}; name a class of embeddings, lightning, torch.nn or torch.optim"
-        if package not in sys.stdlib_module_names:
-            message += f", or set {VARIABLE}={package} to trust all of that package"
+        message = f"a config may not name {refused}; {trust_hint(refused)}"
     return f"{'.'.join(keys)}: {message.strip()}" if keys else message
 
 

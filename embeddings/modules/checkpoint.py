@@ -7,10 +7,8 @@ import lightning as L
 from jsonargparse import ArgumentError, ArgumentParser
 
 from embeddings.common import InputError
+from embeddings.common.class_paths import RULE, named_function, refused_path, restricted_imports, trust_hint
 from embeddings.common.text import one_line
-
-# Prefixes of the classes that a checkpoint may name; no other code is executed.
-ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 
 
 def configured_module(
@@ -20,14 +18,19 @@ def configured_module(
     config = content.get("run_config")
     if not isinstance(config, dict) or "model" not in config:
         raise InputError(source, "contains no run_config", "use one that `fit` wrote, or pass the module's arguments")
-    for class_path in class_paths(config["model"]):
-        if not class_path.startswith(ALLOWED_CLASSES):
-            raise InputError(source, f"requires the class {class_path}", "load it only with a config that you wrote")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(L.LightningModule, "model")
     try:
-        module = parser.instantiate(parser.parse_object({"model": config["model"]})).model
+        with restricted_imports():
+            parsed = parser.parse_object({"model": config["model"]})
+            function = named_function(parsed, repr(config["model"]))
+            if function is not None:
+                raise InputError(source, f"may not name the function {function}", RULE)
+            module = parser.instantiate(parsed).model
     except (ArgumentError, TypeError) as error:
+        refused = refused_path(str(error))
+        if refused is not None:
+            raise InputError(source, f"may not name {refused}", trust_hint(refused)) from error
         problem = f"its config is invalid: {one_line(explain(str(error)), 120)}"
         raise InputError(source, problem, "load it with the version that wrote it") from error
     assert isinstance(module, L.LightningModule)
@@ -42,16 +45,6 @@ def set_weights(module: L.LightningModule, content: dict[str, Any], source: str,
     except (KeyError, RuntimeError, TypeError) as error:
         problem = f"its content does not match its config: {one_line(str(error), 100)}"
         raise InputError(source, problem, "use another checkpoint") from error
-
-
-def class_paths(value: Any) -> list[str]:
-    """All `class_path` values in nested dicts and lists."""
-    if isinstance(value, dict):
-        paths = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
-        return paths + [path for item in value.values() for path in class_paths(item)]
-    if isinstance(value, list):
-        return [path for item in value for path in class_paths(item)]
-    return []
 
 
 def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:

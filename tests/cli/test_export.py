@@ -47,7 +47,7 @@ def trained(tmp_path, config, num_steps=2):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "requires the class os.system"),
+        ([], "hostile.ckpt: may not name os.system; name a class of embeddings"),
         (["--licence", "Apache 2.0"], "licence must be a licence identifier of the Hub"),
         (["--scores", "scores.json"], "scores.json: does not contain a list"),
         (["--scores", "none.json"], "none.json: is not readable JSON"),
