@@ -106,9 +106,6 @@ class RunRecord(SaveConfigCallback):
         self._note_end(trainer, "finished", "")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self.log_dir != Path():
-            # The command line writes the traceback into this folder.
-            exception.run_folder = str(self.log_dir)  # type: ignore[attr-defined]
         # A second Ctrl-C ends the run at once, so no callback may write a checkpoint.
         if isinstance(exception, KeyboardInterrupt):
             write_none_on_exception(trainer)

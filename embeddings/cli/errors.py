@@ -1,11 +1,10 @@
-"""How a command ends: one line on standard error and a documented exit code."""
+"""How a command ends: a documented exit code, and one line on standard error for a user's error."""
 
 import io
 import os
 import re
-import shlex
+import select
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,10 +12,9 @@ from typing import IO
 
 from embeddings.common import NumericError, PreemptedError, UserError
 from embeddings.common.errors import WorkerError, is_panic
-from embeddings.common.process import is_first_process, process_rank
 from embeddings.common.text import one_line
 
-EXIT_OK, EXIT_INPUT, EXIT_INTERNAL, EXIT_IO, EXIT_INTERRUPTED = 0, 2, 70, 74, 130
+EXIT_OK, EXIT_BUG, EXIT_INPUT, EXIT_FAILED, EXIT_IO, EXIT_INTERRUPTED, EXIT_NO_READER = 0, 1, 2, 70, 74, 130, 141
 
 INTERRUPTED = "interrupted; the same command starts again from the beginning"
 RESUMABLE = "interrupted; finished files and shards are kept, and the same command continues after them"
@@ -30,31 +28,29 @@ _LOST_RANK = re.compile(
     r"[Cc]onnection (?:was likely )?(?:closed|reset)|remote process exited|remote worker|Broken pipe"
 )
 
-# The functions that run a command's work; errors raised outside of them are about the arguments.
-_WORK_FUNCTIONS = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
-
 
 class ConfigError(UserError):
     """A command line or config that cannot be parsed."""
 
 
 def run_guarded(command: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
-    """Run a command and return its exit code; each failure is one line on standard error.
+    """Run a command and return its exit code; each failure but the first is one line on standard error.
 
     `interrupted` is the line after Ctrl-C.
 
     Exit codes:
+        1: Any other exception, which is an error in this program; its traceback is on standard error.
         2: A `UserError`, or a file where a folder is needed.
         70: NaN or Inf, or a worker process that died.
         74: A full disk, a path or standard output that cannot be written, or a library's file or connection error.
         75 or 143: A stop signal.
         130: Ctrl-C.
-        Any other exception: 2 before the command's work has begun, else 70; the line names a file with its traceback.
+        141: The reader of standard output has ended, as in `| head -1`; without a line.
     """
     _prepare_output()
     code = _run(command, interrupted)
     output_error = _flush_output()
-    return _report(_output_line(output_error), EXIT_IO) if output_error is not None and code == EXIT_OK else code
+    return _output_code(output_error) if output_error is not None and code == EXIT_OK else code
 
 
 def _run(command: Callable[[], None], interrupted: str) -> int:
@@ -81,7 +77,9 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
         return _report(f"{where}: {error.strerror}, so nothing can be written there; choose another path", EXIT_INPUT)
     except OSError as error:
         output_error = _flush_output() if error.filename is None else None
-        return _report(_io_line(error) if output_error is None else _output_line(output_error), EXIT_IO)
+        if isinstance(error, BrokenPipeError) and _reader_has_ended():
+            output_error = error
+        return _report(_io_line(error), EXIT_IO) if output_error is None else _output_code(output_error)
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
@@ -90,38 +88,20 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
 
 
 def _report_unexpected(error: BaseException) -> int:
-    """Report any other exception in one line, and write its traceback to a file; returns the exit code."""
+    """Report any other exception: one line if another process ended, else the traceback; returns the exit code."""
     # torch raises this in the main process when a loader's worker dies.
     dead = _DEAD_WORKER.search(str(error))
     if dead is not None:
         cause = f"was killed by a signal ({dead[2]})" if dead[2] else "exited"
         fix = "lower data.num_workers or data.batch_size if memory ran out, and resume with --ckpt_path"
-        return _report(f"a data loader worker, process {dead[1]}, {cause}; {fix}", EXIT_INTERNAL)
-    path = _write_traceback(error)
-    where = f"the traceback is in {path}" if path else "no folder for its traceback is writable"
+        return _report(f"a data loader worker, process {dead[1]}, {cause}; {fix}", EXIT_FAILED)
     ranks = sys.modules.get("embeddings.strategies.ranks")
     if ranks is not None and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         lost = ranks.lost_rank()
         if lost is not None:
-            return _report(f"{lost}; resume with --ckpt_path, {where}", EXIT_INTERNAL) if lost else EXIT_INTERNAL
-    rank = "" if is_first_process() else f"rank {process_rank()}: "
-    message, kind = one_line(str(error), 300).rstrip("."), type(error).__name__
-    frames = traceback.walk_tb(error.__traceback__)
-    was_at_work = any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _WORK_FUNCTIONS for frame, _ in frames)
-    what = f"{message} ({kind})" if message else kind
-    return _report(f"{rank}{what}; {where}", EXIT_INTERNAL if was_at_work else EXIT_INPUT)
-
-
-def _write_traceback(error: BaseException) -> str:
-    """Write an exception's traceback to the run's or the temporary folder; returns the file, or ""."""
-    text = f"{shlex.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
-    for folder in (getattr(error, "run_folder", None), None):
-        with suppress(OSError):
-            handle, name = tempfile.mkstemp(prefix="traceback-", suffix=".txt", dir=folder)
-            with open(handle, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-            return name
-    return ""
+            return _report(f"{lost}; resume with --ckpt_path", EXIT_FAILED) if lost else EXIT_FAILED
+    _say("".join(traceback.format_exception(error)).rstrip())
+    return EXIT_BUG
 
 
 def _io_line(error: OSError) -> str:
@@ -170,8 +150,22 @@ def _flush_output() -> OSError | None:
     return None
 
 
-def _output_line(error: OSError) -> str:
-    return f"standard output: {error.strerror}; free disk space or redirect it, then run the command again"
+def _reader_has_ended() -> bool:
+    """Whether standard output is a pipe that nobody reads."""
+    output = select.poll()
+    with suppress(OSError, ValueError):
+        output.register(sys.stdout, 0)
+        return any(events & select.POLLERR for _, events in output.poll(0))
+    return False
+
+
+def _output_code(error: OSError) -> int:
+    """Report a standard output that cannot be written; returns the exit code."""
+    _redirect_to_null(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return EXIT_NO_READER
+    what = f"standard output: {error.strerror}"
+    return _report(f"{what}; free disk space or redirect it, then run the command again", EXIT_IO)
 
 
 def _redirect_to_null(stream: IO[str]) -> None:

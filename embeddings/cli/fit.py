@@ -21,6 +21,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
@@ -130,6 +131,8 @@ class TrainerCLI(LightningCLI):
             self.config_dump = plain_types(self.parser, self.config)
 
     def instantiate_classes(self) -> None:
+        # After Lightning's own instantiators, of which the first match is used.
+        self.parser.add_instantiator(made, object)
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -165,6 +168,9 @@ class TrainerCLI(LightningCLI):
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "use bf16-mixed")
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.strategy.root_device.type != "cuda":
+            given = str(self.config.trainer.strategy)
+            raise OptionError("trainer.strategy", given, "needs CUDA GPUs", "use ddp, or auto for one device")
         replace_displays(trainer, callbacks)
         make_checkpoints_durable(trainer)
         if not self.only_checks:
@@ -179,6 +185,16 @@ class TrainerCLI(LightningCLI):
         record = RunRecord.of(trainer)
         if record is not None:
             record.plain_config = {**self.config_dump, "ckpt_path": checkpoint}
+
+
+def made(kind: type, *args: Any, **options: Any) -> Any:
+    """An object of a class in the config; Lightning's constructors raise various errors about their arguments."""
+    try:
+        return kind(*args, **options)
+    except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, UserError) or not kind.__module__.startswith("lightning."):
+            raise
+        raise ConfigError(f"{kind.__name__}: {one_line(str(error), 220).rstrip('. ')}; change its arguments") from error
 
 
 class Checked(Exception):

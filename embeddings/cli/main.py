@@ -102,12 +102,6 @@ ALIASES |= dict.fromkeys(("benchmark", "validate", "test"), "evaluate")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `cli.errors`)."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
-        return 0
-    if argv[0] == "--version":
-        print(f"embeddings {__version__}")
-        return 0
     with log_to_stderr(), quiet_libraries():
         return run_guarded(lambda: dispatch(argv), RESUMABLE if resumes(argv) else INTERRUPTED)
 
@@ -129,10 +123,16 @@ def resumes(argv: Sequence[str]) -> bool:
 
 @restricted_imports()
 def dispatch(argv: list[str]) -> None:
-    """Run the command that `argv[0]` names."""
+    """Run the command that `argv[0]` names, or print the help."""
     for word in argv:
         if re.search(r"[\ud800-\udfff]", word):  # lone surrogates cannot be encoded as UTF-8
             raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8")
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if argv[0] == "--version":
+        print(f"embeddings {__version__}")
+        return
     name, pair = argv[0], " ".join(argv[:2])
     subcommands = [command.removeprefix(f"{name} ") for command in COMMANDS if command.startswith(f"{name} ")]
     if pair in COMMANDS:
@@ -177,11 +177,6 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     arguments = {key: options[key] for key in [*added, *command.positional] if key in hints}
     for parameter, group in groups.items():
         arguments[parameter] = group(**{field.name: options[field.name] for field in fields(group)})
-    call(function, arguments)
-
-
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Run a command's function; `errors` looks for this frame to tell errors of the work from errors in the options."""
     function(**arguments)
 
 

@@ -88,7 +88,7 @@ class NumericError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """A worker process died, or raised an unexpected error."""
+    """A worker process died."""
 
     exit_code = 70
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -383,8 +384,9 @@ def spread(
         items: The work items.
 
     Raises:
-        WorkerError: If a process died or had an unexpected error. `UserError`, `NumericError` and `OSError` are raised
-            unchanged if they can be pickled.
+        WorkerError: If a process died, or raised a `UserError`, `NumericError` or `OSError` that cannot be pickled; one
+            that can is raised unchanged.
+        RuntimeError: If a process had any other error; the message contains its traceback.
     """
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
@@ -484,7 +486,9 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
         return
     except Exception as error:
         reported: Exception = error
-        if not (isinstance(error, (UserError, NumericError, OSError)) and _survives_pickling(error)):
+        if not isinstance(error, (UserError, NumericError, OSError)):
+            reported = RuntimeError(f"the process of {name} failed:\n{traceback.format_exc()}")
+        elif not _survives_pickling(error):
             reported = WorkerError(f"the process of {name} raised {type(error).__name__}: {error}; {_RESULTS_KEPT}")
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps((None, reported)))

@@ -388,7 +388,7 @@ def test_each_item_is_processed_once_and_read_when_a_process_is_free(tmp_path):
     ("bad", "kind", "says"),
     [
         (-1, InputError, "^corpus.jsonl:7: the vector is zero; check its text$"),
-        (-2, WorkerError, "^the process of device 0 raised RuntimeError: out of memory; finished results are kept$"),
+        (-2, RuntimeError, r'(?s)^the process of device 0 failed:\nTraceback.* in _work\n.*"out of memory".*'),
         (-3, WorkerError, r"^the process of device 0 was ended by a signal \(SIGKILL\); finished results are kept$"),
         (-4, WorkerError, "^the process of device 0 raised Refused: the store is closed; finished results are kept$"),
     ],

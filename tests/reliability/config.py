@@ -52,6 +52,11 @@ CASES = {
         ),
         "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
+        "DeepSpeed on a CPU": (at("trainer", strategy="deepspeed"), "trainer.strategy needs CUDA GPUs, got "),
+        "a duration that is no time": (
+            callback("lightning.pytorch.callbacks.Timer", duration="soon"),
+            "Timer: `Timer(duration='soon')` is not a valid duration",
+        ),
         "a seed below 0": (at("", seed_everything=-1), "seed_everything must be from 0 to 4294967295, got -1"),
         "a million processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
         "an integer of 5,000 digits": (

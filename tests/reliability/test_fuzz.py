@@ -45,7 +45,7 @@ def test_a_mutation_changes_its_file() -> None:
     assert sum(changed) > 45
 
 
-@pytest.mark.parametrize("guard", [lambda command: command(), run_guarded], ids=["raised", "written to a file"])
+@pytest.mark.parametrize("guard", [lambda command: command(), run_guarded], ids=["raised", "printed"])
 def test_a_traceback_is_found(guard: Callable[..., Any], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise KeyError("name")
