@@ -26,7 +26,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import Stage, atomic_path, check_disk_space, disk_full_message, remove_abandoned, unnoticed
+from embeddings.common.io import (
+    Stage,
+    atomic_path,
+    check_disk_space,
+    check_regular,
+    disk_full_message,
+    remove_abandoned,
+    unnoticed,
+)
 
 FORMAT, VERSION = "embeddings checkpoint", 1
 
@@ -311,6 +319,7 @@ def _verify(path: Path) -> None:
 
 
 def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) -> dict[str, Any]:
+    check_regular(path)
     with open(path, "rb") as file:
         try:
             content = unpack(read(file, path))

@@ -251,14 +251,29 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The mapping of a JSON file; empty if the file is missing or damaged."""
     try:
+        check_regular(path)
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuse a pipe, socket or device before it is opened: reading one would wait without end."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(str(path), "is not a regular file", "write its content to a file, and name that file")
+
+
+def check_regular_files(folder: Path) -> None:
+    """`check_regular` for the files of a folder and of its folders, which libraries will open."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        check_regular(path)
+
+
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file's bytes, as 64 hex digits."""
+    check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -379,6 +394,7 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
 def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> Manifest:
     """As `check_manifest`, for the manifest at `path`."""
     path = Path(path)
+    check_regular(path)
     if not path.is_file():
         command = _COMMANDS.get(expected.get("kind", ""))
         what = f", so `{command}` did not write this folder" if command else ""
@@ -442,6 +458,7 @@ def load_array(path: Path, hint: str, mapped: bool = False, is_checked: bool = F
     `is_checked`, its bytes are not compared with the manifest's.
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
+    check_regular(path)
     if not is_checked:
         check_file(path, hint)
     try:

@@ -4,9 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from embeddings.common.errors import InputError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TextRole = Literal["query", "document"]
 # NV-Embed Eq. 2, with the line break and the trailing space of its model card.
@@ -14,6 +17,8 @@ INSTRUCTION_TEMPLATE = "Instruct: {instruction}\nQuery: "
 PoolingRule = Literal["exact", "prompt_length", "after_colon", "instruction_count"]
 # A prompt given as text may contain this placeholder for the record's instruction.
 INSTRUCTION = "{instruction}"
+# The kind of model that a tokenizer.json describes.
+_MODEL_TYPE = re.compile(rb'"model":\s*\{\s*"type":\s*"(\w+)"')
 
 
 class GivenPrompt(TypedDict):
@@ -135,6 +140,23 @@ def check_tokenizer_files(folder: Path) -> None:
     vocabularies = sorted(path.name for path in folder.glob("vocab*"))
     if vocabularies and not file.is_file():
         raise InputError(str(folder), f"contains {vocabularies[0]} but no tokenizer.json", hint)
+
+
+def load_tokenizer_files(folder: str | Path, kind: Any = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder or Hub id; `kind` is its class, by default that of the files.
+
+    The class that transformers chooses by the model's type may build another tokenizer than tokenizer.json describes:
+    for BERT always WordPiece. The file is then used as it is.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    loaded: PreTrainedTokenizerBase = (kind or AutoTokenizer).from_pretrained(folder, trust_remote_code=False)
+    file, backend = Path(folder) / "tokenizer.json", getattr(loaded, "backend_tokenizer", None)
+    if backend is not None and file.is_file():
+        stated = _MODEL_TYPE.search(file.read_bytes())
+        if stated is not None and stated[1].decode() != type(backend.model).__name__:
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+    return loaded
 
 
 def one_line(message: str, limit: int = 300) -> str:

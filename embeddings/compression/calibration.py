@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from embeddings.common import InputError, OptionError, TextRole, TextSettings, TokenBatch
+from embeddings.common.io import check_regular
 from embeddings.common.random import numpy_generator
 from embeddings.compression.layerwise import LayerwiseModel
 from embeddings.data import SourceConfig
@@ -96,6 +97,7 @@ class _Pool(NamedTuple):
 def _pool_of_file(path: Path) -> _Pool:
     """The rows of a text file, a corpus or a file of records."""
     if path.suffix == _TEXT_SUFFIX:
+        check_regular(path)
         try:
             lines = [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
         except UnicodeDecodeError as error:

@@ -16,14 +16,14 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.io import check_manifest
+from embeddings.common.io import check_manifest, check_regular_files
 from embeddings.common.process import STOP_SIGNALS, block_signals, logger
 from embeddings.common.protocols import BatchNeeds, KeepsArguments, NeedsBatches, RunData, TextModule, TokenizedModule
 from embeddings.common.random import run_seed
-from embeddings.common.text import TextSettings, check_tokenizer_files
+from embeddings.common.text import TextSettings, check_tokenizer_files, load_tokenizer_files
 from embeddings.data.checks import (
     check_instruction,
     check_levels,
@@ -309,14 +309,14 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     def _base_tokenizer(self, module: Any) -> PreTrainedTokenizerBase:
         """The tokenizer of the option, or else of the module."""
         if self.tokenizer is not None:
+            check_regular_files(Path(self.tokenizer))
             check_tokenizer_files(Path(self.tokenizer))
             try:
-                loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
+                return load_tokenizer_files(self.tokenizer)
             except (OSError, ValueError) as error:
                 fix = "name the directory or Hub name of a tokenizer"
                 what = (str(error).splitlines() or [type(error).__name__])[0]
                 raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
-            return loaded
         if not isinstance(module, TokenizedModule) or module.tokenizer is None:
             rule = "must be given, because the trained module has no tokenizer"
             raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")

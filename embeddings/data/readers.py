@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
+from embeddings.common.io import check_regular
 from embeddings.common.text import one_line
 from embeddings.data.records import Cell, look_alikes
 
@@ -38,10 +39,6 @@ _HEADER = re.compile(rb'"?[A-Za-z_]\w*"?([,;\t]"?[A-Za-z_]\w*"?)+\s*')
 # File names of CSV and TSV tables, and their possible separators: the first one in the header applies.
 _TABLE, _SEPARATORS = re.compile(r"\.(csv|tsv)(\.gz)?$", re.IGNORECASE), {"csv": ",;\t", "tsv": "\t"}
 _PARQUET_ROWS = 1024
-
-
-def not_regular(path: str) -> InputError:
-    return InputError(path, "is not a regular file", "write its content to a file, and name that file")
 
 
 class Row(NamedTuple):
@@ -83,8 +80,7 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
     A file named `.csv` or `.tsv` (also gzipped) is a table, unless its content starts with JSON. From Parquet only
     `fields` and possible columns of `negatives` are read, or all columns if a `required` one is missing.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise not_regular(str(path))
+    check_regular(path)
     try:
         with open(path, "rb") as file:
             start = file.read(4)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embeddings.common.errors import InputError, OptionError, program
-from embeddings.common.io import file_sha256, read_json_or_empty, write_json
+from embeddings.common.io import check_regular, file_sha256, read_json_or_empty, write_json
 from embeddings.common.text import TextSettings
-from embeddings.data.readers import HubReader, Reader, not_regular, open_reader, resolve_revision
+from embeddings.data.readers import HubReader, Reader, open_reader, resolve_revision
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
 
 Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_label", "sts"]
@@ -263,8 +263,7 @@ def _expand(part: str) -> list[Path]:
         raise InputError(filled, "is a folder, expected a file", "name its files, such as FOLDER/*.jsonl")
     if os.path.isfile(filled):
         return [Path(filled)]
-    if os.path.exists(filled):
-        raise not_regular(filled)
+    check_regular(filled)
     if not glob.has_magic(filled):
         outputs = [folder + option for folder, option in DOCSTRINGS.items() if filled.startswith(f"{folder}/")]
         hint = f"run: {program()} prepare docstrings --output {outputs[0]}" if outputs else "check the path"

@@ -23,6 +23,7 @@ from embeddings.common.io import (
     atomic_path,
     check_file,
     check_manifest,
+    check_regular,
     check_vectors,
     file_sha256,
     read_json_or_empty,
@@ -183,6 +184,7 @@ class VectorFolder:
         documents: dict[int, Document] = {}
         for shard in sorted({row // self.shard_size for row in rows}):
             path = _documents_path(self.path, shard)
+            check_regular(path)
             check_file(path, ENCODE_AGAIN)
             try:
                 lines = path.read_text(encoding="utf-8").split("\n")

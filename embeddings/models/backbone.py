@@ -4,7 +4,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForTextEncoding,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -26,13 +25,14 @@ from transformers.utils import logging as transformers_logging
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import require, rust_panics_as_errors, shown
-from embeddings.common.io import check_file
-from embeddings.common.text import check_tokenizer_files, one_line
+from embeddings.common.io import check_file, read_json_or_empty
+from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import (
     QUANTIZATION,
     UNDAMAGED,
+    check_num_layers,
     check_readable,
     dequantised_weights,
     quantization_of,
@@ -309,6 +309,7 @@ def model_without_weights(
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The config of a local folder's model; a config that needs remote code is refused."""
+    check_num_layers(read_json_or_empty(folder / "config.json"), str(folder / "config.json"))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Each architecture validates its fields with different exceptions.
@@ -347,7 +348,7 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values(), default=0)
 
 
-def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: Path, kind: Any = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder, padding on the right; `kind` is its class, by default that of the files."""
     check_tokenizer_files(folder)
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
@@ -355,10 +356,9 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
         raise InputError(str(folder), "does not contain a tokenizer", "save one beside the model")
     try:
         with rust_panics_as_errors():
-            tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
-            # Some files make the library panic only when it tokenises a text, which would kill a loader's worker.
-            with suppress(Exception):
-                tokenizer("a 1 é")
+            tokenizer = load_tokenizer_files(folder, kind)
+            # Some files fail or make the library panic only when it tokenises a text with unknown characters.
+            tokenizer("a 1 é")
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
     except Exception as error:
         what = f"tokenizer cannot be read: {_first_line(error)}"

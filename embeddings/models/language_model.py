@@ -45,7 +45,7 @@ from embeddings.models.bidirectional import (
 )
 from embeddings.models.context_layers import evaluating, first_position, learned_positions
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
-from embeddings.models.model_files import resolve_model
+from embeddings.models.model_files import check_num_layers, resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
@@ -276,6 +276,7 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
 
 def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model with weights in float32 drawn from torch's random state, in evaluation mode, and its tokenizer."""
+    check_num_layers(scratch.settings, "model.from_scratch.settings")
     tokenizer = read_tokenizer(resolve_model(scratch.tokenizer))
     options = {} if scratch.attn_implementation is None else {"attn_implementation": scratch.attn_implementation}
     try:

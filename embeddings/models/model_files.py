@@ -28,9 +28,12 @@ from embeddings.common.io import (
     MANIFEST,
     check_file,
     check_file_manifest,
+    check_regular,
+    check_regular_files,
     file_hash,
     file_sha256,
     listed_files,
+    read_json_or_empty,
 )
 from embeddings.common.text import one_line
 
@@ -41,6 +44,8 @@ CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 SCORES_FILE = "scores.json"
 # The LoRA matrices, which are also merged into the model's weights.
 ADAPTER_FOLDER = "adapter"
+# The fields of a config that count layers or experts, and their maximum; the deepest published models have some 100.
+_COUNT, MAX_LAYERS = re.compile("(?<!per_)(layers?|experts?)$"), 2000
 _TAKE_ANOTHER = "take a complete copy of the model"
 # The hint for a file with other bytes than those in the manifest.
 UNDAMAGED = f"{_TAKE_ANOTHER}, or delete its {MANIFEST} if you changed it on purpose"
@@ -48,6 +53,7 @@ UNDAMAGED = f"{_TAKE_ANOTHER}, or delete its {MANIFEST} if you changed it on pur
 
 def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     """The content of a JSON file, which must have type `kind`; `fix` is the hint of the error."""
+    check_regular(path)
     check_file(path, UNDAMAGED)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -57,6 +63,15 @@ def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     if not isinstance(value, kind):
         raise InputError(str(path), f"does not contain a {kind.__name__}", fix)
     return value
+
+
+def check_num_layers(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse a model config with more layers or experts than any model has: building them would take hours."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_num_layers(value, where)
+        elif _COUNT.search(name) and isinstance(value, int) and value > MAX_LAYERS:
+            raise InputError(where, f"{name} must be at most {MAX_LAYERS:,}, got {value:,}", "correct it")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -129,7 +144,9 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if folder is not None and revision is not None:
         raise OptionError("revision", revision, f"cannot apply to {name}, which is not a Hub id", "leave it out")
     if folder is not None:
+        check_regular_files(folder)
         check_settings(folder)
+        check_num_layers(read_json_or_empty(folder / "config.json"), str(folder / "config.json"))
         return folder
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(name, "is not a directory", "give a model directory or a Hub id")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
@@ -23,7 +24,7 @@ from embeddings.models import (
     upcycle,
 )
 from embeddings.models import backbone as layers_module
-from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled
+from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled, read_tokenizer
 from embeddings.models.bidirectional import layers
 from embeddings.models.language_model import FromScratch, new_model
 from embeddings.models.lora import merged_state_dict
@@ -399,3 +400,41 @@ def test_layers_are_spread_evenly_from_the_first_to_the_last():
     for number in (0, 5):
         with pytest.raises(OptionError, match=rf"layers must be from 1 to 4, the model's, got {number}"):
             keep_layers(build("llama"), number)
+
+
+SPECIAL = ["<unk>", "<pad>", "</s>"]
+LIBRARYS = {
+    "BPE": (models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=80, special_tokens=SPECIAL)),
+    "Unigram": (
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=80, unk_token="<unk>", special_tokens=SPECIAL, show_progress=False),
+    ),
+    "WordLevel": (models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer(special_tokens=SPECIAL)),
+}
+
+
+@pytest.mark.parametrize("kind", LIBRARYS)
+def test_a_tokenizer_of_the_tokenizers_library_is_used_as_its_file_describes_it(kind, tmp_path):
+    """transformers would build WordPiece from its vocabulary, because the model is a BERT."""
+    model, trainer = LIBRARYS[kind]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    text = "the quick brown fox jumps over the lazy dog"
+    tokenizer.train_from_iterator([text, "pad sequences to one length"] * 5, trainer)
+    tiny_bert().save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="has neither a pad nor an eos token"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"unk_token": "<unk>", "pad_token": "<pad>"}))
+    found = read_tokenizer(tmp_path)
+    for words in (text, "zebra é 1", ""):
+        assert found(words)["input_ids"] == tokenizer.encode(words).ids
+    assert found.pad_token_id == 1
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_refused(tmp_path):
+    tokenizer = Tokenizer(models.WordPiece({"[PAD]": 0, "the": 1}, unk_token="[UNK]"))
+    tiny_bert().save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="tokenizer cannot be read: WordPiece error: Missing"):
+        read_tokenizer(tmp_path)

@@ -62,6 +62,12 @@ def adapters_alone(folder: Path) -> None:
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
 
 
+def piped(name: str) -> Callable[[Path], object]:
+    """Replaces a file in a folder by a named pipe without a writer."""
+    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+
+
+PIPED = ("config.json", "modules.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json")
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
 CASES = {
@@ -83,6 +89,15 @@ CASES = {
             "model: cannot be loaded: ",
         ),
         "a text instead of a number": (model(edited("config.json", num_hidden_layers="two")), "model/config.json: "),
+        "a million layers": (
+            model(edited("config.json", num_hidden_layers=10**6)),
+            "model/config.json: num_hidden_layers must be at most 2,000, got 1,000,000",
+        ),
+        "a million layers inside": (
+            model(edited("config.json", text_config={"n_layer": 10**6})),
+            "model/config.json: n_layer must be at most 2,000",
+        ),
+        **{f"a named pipe as {name}": (model(piped(name)), f"model/{name}: is not a regular file") for name in PIPED},
         "no config": (model(without("config.json")), "model/config.json: "),
         "no tokenizer": (model(without("tokenizer.json")), "model: "),
         "a tokenizer of another model": (model(more_tokens), "model: the tokenizer has id 900, the model has 384"),
@@ -119,7 +134,13 @@ CASES = {
         "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
         "a truncated checkpoint": (copied("last.ckpt", lambda path: os.truncate(path, 5000)), "last.ckpt: "),
     },
-    RESUME: {"a missing checkpoint": (run(), "--ckpt_path last.ckpt: no such file")},
+    RESUME: {
+        "a missing checkpoint": (run(), "--ckpt_path last.ckpt: no such file"),
+        "a named pipe as a checkpoint": (
+            both(run(), lambda place: os.mkfifo(place.folder / "last.ckpt")),
+            "--ckpt_path last.ckpt: is not a regular file",
+        ),
+    },
     CONVERT.replace(" out", " model"): {
         "a model to convert onto itself": (copied("backbone", to="model"), "output must not be the source")
     },

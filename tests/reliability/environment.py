@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.cases import ENCODE, FILTER, FIT, MINE, Make, at, both, nothing, put, rows, run
+from tests.reliability.cases import ENCODE, FILTER, FIT, MINE, Make, at, both, copied, nothing, put, rows, run
 from tests.reliability.world import Place
 
 SHOW = "show curves --run run --output out.png"
@@ -65,6 +65,16 @@ def failing(number: int) -> Make:
 
 FULL, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EACCES)
 CASES = {
+    "search --model MODEL --corpus vectors fox": {
+        "a named pipe as vectors": (
+            both(
+                copied("vectors"),
+                lambda place: (place.folder / "vectors/vectors-00000.npy").unlink(),
+                pipe("vectors/vectors-00000.npy"),
+            ),
+            "vectors/vectors-00000.npy: is not a regular file",
+        ),
+    },
     ENCODE: {
         "a file in place of vectors": (both(corpus, in_the_way), "out: already exists and has no manifest"),
         "a folder of other files in place of vectors": (both(corpus, taken), "out: already exists and has no manifest"),
@@ -92,6 +102,15 @@ CASES = {
     },
     CONVERT: {"a file in place of a model": (in_the_way, "output leads to out, which is not a folder")},
     FIT: {
+        "a named pipe as a config": (pipe("config.yaml"), "config.yaml: is not a regular file"),
+        "a device as records": (
+            at("data.init_args", sources=[{"name": "a", "path": "/dev/zero"}]),
+            "/dev/zero: is not a regular file",
+        ),
+        "a named pipe in the folder of a tokenizer": (
+            both(at("data.init_args", tokenizer="words"), folder("words"), pipe("words/tokenizer.json")),
+            "words/tokenizer.json: is not a regular file",
+        ),
         "a file in place of runs": (both(run(), put("run", "mine")), "run"),
         "training without a GPU": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
         "float16 on a CPU": (at("trainer", precision="16-true"), "trainer.precision must not be float16 on a CPU"),
