@@ -2,16 +2,20 @@
 
 import importlib
 import os
+import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import requires
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DISTRIBUTION = "embedding-zoo"
+_EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
 # The folder of the repository that this code runs from; None in an installed package, which contains the configs.
 CHECKOUT = None if (PACKAGE / "lightning_configs").is_dir() else PACKAGE.parent
 
@@ -23,8 +27,11 @@ def program() -> str:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs an extra of this library."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'" if CHECKOUT is None else f"pip install -e '.[{extra}]'"
+    """The command that installs an extra: in a clone by name, else its requirements, as no index has this library."""
+    if CHECKOUT is not None:
+        return f"pip install -e '.[{extra}]'"
+    stated = (line.partition(";") for line in requires(DISTRIBUTION) or ())
+    return f"pip install {shlex.join(name.strip() for name, _, marker in stated if _EXTRA.findall(marker) == [extra])}"
 
 
 class UserError(ValueError):

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -312,7 +313,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
     if job:
         parts.append(f"scontrol requeue {job} failed ({refusal})" if refusal else f"job {job} is queued again")
     if checkpoint is not None:
-        parts.append(f"resume with --ckpt_path {checkpoint}")
+        parts.append(f"resume with --ckpt_path {shlex.quote(str(checkpoint))}")
     return PreemptedError("; ".join(parts), exit_code(number, requeued=bool(job) and not refusal))
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from embeddings.common import errors
 from embeddings.common.errors import (
     InputError,
     MissingExtraError,
@@ -69,6 +70,14 @@ def test_only_a_missing_library_raises_an_error_that_names_its_extra(tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_dependency_that_is_absent"):
         require("half_broken", "cpu")
+
+
+def test_an_installed_package_names_the_requirements_of_an_extra(monkeypatch):
+    """No index has the distribution, so its name cannot be installed."""
+    monkeypatch.setattr(errors, "CHECKOUT", None)
+    stated = ["torch>=2.11", "onnx>=1.23; extra == 'onnx'", 'onnxruntime>=1.31; extra == "onnx"', "x; extra == 'cpu'"]
+    monkeypatch.setattr(errors, "requires", lambda name: stated if name == "embedding-zoo" else None)
+    assert errors.pip_install("onnx") == "pip install 'onnx>=1.23' 'onnxruntime>=1.31'"
 
 
 def test_importing_the_library_loads_nothing_heavy():
