@@ -16,9 +16,10 @@ from embeddings.common.io import atomic_path
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings
+from embeddings.data.readers import row_in_memory
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
-from embeddings.data.sources import SourceConfig, fill_path
+from embeddings.data.sources import ROWS_FOLDER, SourceConfig, fill_path
 from embeddings.data.store import CachedSource, ClassIndex, cache_folder, open_cached, writing_cache
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.table import StoredRow, Table
@@ -147,10 +148,10 @@ def source_from_rows(
         OptionError: If an option is invalid.
     """
     root = cache_folder(cache_dir).absolute()
-    written, digest = root / "rows" / f"{uuid.uuid4().hex}.jsonl", hashlib.sha256()
+    written, digest = root / ROWS_FOLDER / f"{uuid.uuid4().hex}.jsonl", hashlib.sha256()
     with writing_cache(root), atomic_path(written) as temporary, open(temporary, "wb") as file:
         for number, row in enumerate(rows):
-            line = _json_line(row, f"source {name!r}: rows[{number}]")
+            line = _json_line(row, row_in_memory(name, number))
             digest.update(line)
             file.write(line)
         if not file.tell():

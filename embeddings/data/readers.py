@@ -74,6 +74,11 @@ class Reader(ABC):
         return InputError(str(self.path), "contains no rows", "write the file again, or leave it out")
 
 
+def row_in_memory(source: str, index: int) -> str:
+    """A row of the list that was passed to `source_from_rows`, for messages."""
+    return f"source {source!r}: rows[{index}]"
+
+
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
     """The reader for a file: gzip and Parquet are recognised by their first bytes, not by the name.
 
@@ -148,12 +153,14 @@ class LineReader(Reader):
 
 
 class JsonlReader(LineReader):
-    """Rows of a file with one JSON object a line."""
+    """Rows of a file with one JSON object a line; `in_memory` is the source whose list the file is a copy of."""
+
+    in_memory: str | None = None
 
     def _rows(self) -> Iterator[Row]:
         for number, line in self._lines():
             if line.strip():
-                where = f"{self.path}:{number}"
+                where = f"{self.path}:{number}" if self.in_memory is None else row_in_memory(self.in_memory, number - 1)
                 yield Row(where, _parse_line(line, where))
 
 

@@ -26,6 +26,7 @@ RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "scor
 LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
 PAIR_FIELDS = ("query", "positive", "negatives")
+_GIVE_TEXT = "give it a text, or leave the row out"
 _MAX_SCORE = float(np.finfo(np.float32).max)
 # Column names of other libraries for each field, as regular expressions.
 _LOOK_ALIKES = {
@@ -223,6 +224,8 @@ class _Row:
         column = self.columns.get(field) or self._only_column(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
+            if alike in self.fields and all(self.fields[name] is None for name in look_alikes(self.fields, (field,))):
+                raise self.fault(f"{field} is null (column {alike!r})", _GIVE_TEXT)
             names = shorten(", ".join(map(str, self.fields)), 80)
             what = f"field {field!r}: no column {column!r} among {names}"
             fix = f"map it with columns: {{{field}: {alike}}}"
@@ -263,10 +266,10 @@ class _Row:
 
     def text(self, name: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise self.fault(f"{name} is {kind_of(value)}, expected text", "give it a text, or leave the row out")
+            raise self.fault(f"{name} is {kind_of(value)}, expected text", _GIVE_TEXT)
         if not value.strip():
             kind = "white space" if value else "an empty text"
-            raise self.fault(f"{name} is {kind}", "give it a text, or leave the row out")
+            raise self.fault(f"{name} is {kind}", _GIVE_TEXT)
         if "\x00" in value:
             raise self.fault(f"{name} contains a NUL character", "remove the character")
         if not value.isascii():
@@ -293,7 +296,8 @@ class _Row:
         if isinstance(value, str):
             return (self.text(name, value),)
         if not isinstance(value, list):
-            raise self.fault(f"{name} is {kind_of(value)}, expected text or a list", "write it as a list of texts")
+            fix = _GIVE_TEXT if value is None else "write it as a list of texts"
+            raise self.fault(f"{name} is {kind_of(value)}, expected text or a list", fix)
         return tuple(self.text(f"{name}[{i}]", text) for i, text in enumerate(value))
 
     def _graded(self, name: str, item: Any) -> Negative:

@@ -87,7 +87,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
     for number, (where, fields) in enumerate(reader):
         used_column = next((name for name in id_columns if name in fields), id_column)
         document_id = identifier_field(where, {used_column: number, **fields}, used_column)
-        title = text_field(where, {title_column: "", **fields}, title_column)
+        title = "" if fields.get(title_column) is None else text_field(where, fields, title_column)
         text = text_field(where, fields, text_column)
         if document_id in seen:
             raise InputError(where, f"the id {shown(document_id)} occurs a second time", "make the ids unique")
@@ -102,7 +102,8 @@ def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
         raise InputError(where, f"field {name!r} is missing (found: {present})", "add it")
     value = fields[name]
     if not isinstance(value, str):
-        raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", "write it in quotes")
+        fix = "give it a text, or leave the row out" if value is None else "write it in quotes"
+        raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", fix)
     try:
         value.encode()
     except UnicodeEncodeError:

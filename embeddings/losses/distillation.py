@@ -105,7 +105,7 @@ class SimilarityDistillation(Distillation):
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         masking, scale = self._masking(batch), self._scale(query_BD)
         all_CD = gather_candidates(candidate_CD, masking.candidate_counts)
-        teacher, own_CS = surrogate_vectors(batch)
+        teacher, own_CS = surrogate_vectors(batch, type(self).__name__)
         teacher_QS = teacher.vector_QS.to(query_BD.dtype)
         teacher_CS = gather_rows(own_CS, masking.candidate_counts).to(query_BD.dtype)
 
@@ -168,8 +168,8 @@ class MarginMSE(Distillation):
         teacher_C = batch.teacher_score_C
         if teacher_C is None:
             if batch.surrogate_query_BS is None and batch.surrogate_candidate_CS is None:
-                raise missing_teacher_error()
-            teacher, own_CS = surrogate_vectors(batch)
+                raise missing_teacher_error(type(self).__name__)
+            teacher, own_CS = surrogate_vectors(batch, type(self).__name__)
             teacher_QS, teacher_CS = teacher.vector_QS.to(student_C.dtype), own_CS.to(student_C.dtype)
             teacher_C = torch.linalg.vecdot(teacher_QS[owner_C], teacher_CS)
         teacher_C = teacher_C.to(student_C.dtype)

@@ -125,9 +125,9 @@ class InfoNCE(KeepsArguments, nn.Module):
             OptionError: If they are missing.
         """
         if self.needs_surrogates and not has_surrogates:
-            raise missing_surrogates_error()
+            raise missing_surrogates_error(type(self).__name__)
         if self.has_teacher and not has_surrogates and has_scores is False:
-            raise missing_teacher_error()
+            raise missing_teacher_error(type(self).__name__)
 
     def check_width(self, embedding_dim: int) -> None:
         """Check that the loss supports vectors of this width; InfoNCE supports any."""
@@ -189,7 +189,7 @@ class InfoNCE(KeepsArguments, nn.Module):
         candidate = own_candidate.gathered(candidate_counts)
         surrogate = None
         if self.false_negative_filter is not None:
-            queries, own_CS = surrogate_vectors(batch)
+            queries, own_CS = surrogate_vectors(batch, type(self).__name__)
             surrogate = _Surrogate(self.false_negative_filter, queries, own_CS, gather_rows(own_CS, candidate_counts))
         return _Masking(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate, surrogate)
 

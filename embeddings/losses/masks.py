@@ -255,28 +255,31 @@ class SurrogateQueries(NamedTuple):
         return SurrogateQueries(gather_rows(self.vector_QS, counts), gather_rows(self.own_score_Q, counts))
 
 
-def surrogate_vectors(batch: ContrastiveBatch) -> tuple[SurrogateQueries, Tensor]:
-    """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length."""
+def surrogate_vectors(batch: ContrastiveBatch, loss: str = "InfoNCE") -> tuple[SurrogateQueries, Tensor]:
+    """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length.
+
+    `loss` is the class that needs them, for the error if the batch has none.
+    """
     if batch.surrogate_query_BS is None or batch.surrogate_candidate_CS is None:
-        raise missing_surrogates_error()
+        raise missing_surrogates_error(loss)
     query_BS = F.normalize(batch.surrogate_query_BS.float(), dim=-1)
     candidate_CS = F.normalize(batch.surrogate_candidate_CS.float(), dim=-1)
     own_score_B = torch.linalg.vecdot(query_BS, candidate_CS[batch.positive_index_B])
     return SurrogateQueries(query_BS, own_score_B), candidate_CS
 
 
-def missing_surrogates_error() -> OptionError:
-    """The error of a filter or distillation loss whose data have no surrogate vectors."""
+def missing_surrogates_error(loss: str) -> OptionError:
+    """The error of a distillation loss, or one with a filter, whose data have no surrogate vectors."""
     rule = "needs a source with surrogate_vectors, but no source has them"
-    fix = "set data.sources[].surrogate_vectors, or a distillation loss's teacher, or leave it out"
-    return OptionError("model.loss", "a filter or a teacher", rule, fix)
+    fix = "set it in data.sources, or set model.loss.teacher, or leave model.loss.false_negative_filter out"
+    return OptionError("model.loss", loss, rule, fix)
 
 
-def missing_teacher_error() -> OptionError:
+def missing_teacher_error(loss: str) -> OptionError:
     """The error of a distillation loss whose data have neither a teacher's scores nor its vectors."""
     rule = "needs a source with `scores` in its records, or with surrogate_vectors, but no source has either"
     fix = "write scores with `mine --reranker`, or set data.sources[].surrogate_vectors or model.loss.teacher"
-    return OptionError("model.loss", "a teacher's scores", rule, fix)
+    return OptionError("model.loss", loss, rule, fix)
 
 
 def surrogate_false_negatives(

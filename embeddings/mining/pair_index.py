@@ -208,7 +208,8 @@ def _hashed_corpus(path: Path, text_hashes: "array[int]", body_hashes: "array[in
     """The documents of a corpus file as rows to store; also appends their hashes with and without the title."""
     num_skipped = 0
     for where, fields in open_reader(path, ("title", "text"), ("text",)):
-        title, body = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
+        title = "" if fields.get("title") is None else text_field(where, fields, "title")
+        body = text_field(where, fields, "text")
         text = " ".join(part for part in (title, body) if part)
         # The reader of training records rejects such negatives.
         if not text.strip() or "\x00" in text:

@@ -60,6 +60,7 @@ def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
     ("change", "message"),
     [
         ({"query": None}, "query is null, expected text"),
+        ({"positive": None}, "positive is null, expected text or a list; give it a text, or leave the row out"),
         ({"query": True}, "query is true or false, expected text"),
         ({"query": {}}, "query is an object, expected text"),
         ({"query": ""}, "query is an empty text"),

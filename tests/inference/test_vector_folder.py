@@ -314,7 +314,7 @@ def test_columns_may_have_other_names(tmp_path):
     ("row", "message"),
     [
         ({"_id": "b"}, r"field 'text' is missing \(found: _id\)"),
-        ({"_id": "b", "text": None}, "field 'text' is null, expected text"),
+        ({"_id": "b", "text": None}, "field 'text' is null, expected text; give it a text, or leave the row out"),
         ({"_id": "b", "text": "x", "title": 3}, "field 'title' is a number, expected text"),
         ({"_id": "a", "text": "x"}, "the id 'a' occurs a second time"),
         ({"id": "a", "text": "x"}, "the id 'a' occurs a second time"),
@@ -326,7 +326,12 @@ def test_columns_may_have_other_names(tmp_path):
 )
 def test_a_bad_row_is_named(row, message, tmp_path):
     path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}, row])
-    refused(InputError, rf"corpus\.jsonl:2: {message}; ", lambda: list(read_corpus(path)))
+    refused(InputError, rf"corpus\.jsonl:2: {message}", lambda: list(read_corpus(path)))
+
+
+def test_a_null_title_is_no_title(tmp_path):
+    path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "title": None, "text": "x"}])
+    assert list(read_corpus(path)) == [Document("a", "x")]
 
 
 ROOT = Path(__file__).parents[2]
