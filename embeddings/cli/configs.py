@@ -24,6 +24,7 @@ RECIPES = f"{FOLDER}/recipes.csv"
 # Maximum number of values that come from YAML aliases: a few lines of nested aliases can expand to billions.
 MAX_ALIASED_VALUES = 10_000
 
+_NO_SPACE = re.compile(r"(\w[\w.]*):(\S+)")
 _INVALID_CHARACTER = re.compile("[\0\ud800-\udfff]")
 # A value of `--config` that names a file; anything else is the config's text.
 _FILE_NAME = re.compile(r"[^{\n]+")
@@ -222,6 +223,12 @@ def parse_yaml(text: str, where: str) -> Any:
         raise InputError(where, "is nested too deeply, or an alias contains itself", "flatten it") from None
 
 
+def check_colon(pair: str, where: str) -> None:
+    """Refuse `rank:4` inside braces, which YAML reads as the key `rank:4` without a value."""
+    if found := _NO_SPACE.fullmatch(pair):
+        raise InputError(where, f"{{{pair}}} has no space after the colon", f"write {{{found[1]}: {found[2]}}}")
+
+
 class _PlainLoader(yaml.SafeLoader):
     """The safe loader, which also refuses duplicate keys and more than `MAX_ALIASED_VALUES` aliased values."""
 
@@ -247,6 +254,8 @@ class _PlainLoader(yaml.SafeLoader):
         self.num_values += 1
         self.sizes[node] = self.num_values - before
         if isinstance(node, yaml.MappingNode):
+            if node.flow_style:
+                self._check_colons(node)
             lines: dict[tuple[str, str], int] = {}
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
                 name, line = (key.tag, key.value), key.start_mark.line + 1
@@ -258,6 +267,13 @@ class _PlainLoader(yaml.SafeLoader):
             problem = "a NUL character" if found[0] == "\0" else "an unpaired surrogate"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
+
+    def _check_colons(self, node: yaml.MappingNode) -> None:
+        """Refuse `{rank:4}`, which is the key `rank:4` without a value."""
+        for key, value in node.value:
+            is_alone = isinstance(value, yaml.ScalarNode) and (value.value, value.style) == ("", None)
+            if is_alone and isinstance(key, yaml.ScalarNode) and key.style is None:
+                check_colon(key.value, f"{self.where}: line {key.start_mark.line + 1}")
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

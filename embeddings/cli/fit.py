@@ -1,8 +1,10 @@
 """The command `fit`: LightningCLI with our parser, checks and run record."""
 
+import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -30,7 +32,7 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
-from embeddings.cli.configs import check_configs, check_functions, expand_recipe
+from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
@@ -58,6 +60,8 @@ MAX_SEED = 2**32 - 1
 MAX_DEVICES_PER_CPU = 8
 # jsonargparse can print the help of a source's settings only together with the data module.
 SOURCES_HELP = "--data.sources.help"
+# The options that list sources.
+_SOURCES = re.compile(r"--data(\.init_args)?\.(validation_)?sources\+?")
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 # The folder of stand-in models. The constants below are the settings and limits of a stand-in run.
@@ -78,7 +82,13 @@ _UNLIMITED = (-1, None)
 
 
 class FitParser(OneLineParser, LightningArgumentParser):
-    """Lightning's parser with the errors and lists of `OneLineParser`."""
+    """Lightning's parser with the errors and lists of `OneLineParser`; a path stands for the source that it names."""
+
+    def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Namespace:
+        for name in ("sources", "validation_sources"):
+            if name in cfg:
+                cfg[name] = with_names(cfg[name])
+        return super()._apply_actions(cfg, *args, **kwargs)
 
 
 class TrainerCLI(LightningCLI):
@@ -226,7 +236,7 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
         words = ["fit", "--data.help", *(classes[-1:] or ["EmbeddingDataModule"]), SOURCES_HELP]
     expanded = expand_recipe(words)
     if expanded != words and not kind.only_checks:
-        print(" ".join([program(), *expanded]), file=sys.stderr)
+        print(f"{program()} {shlex.join(expanded)}", file=sys.stderr)
     check_configs(expanded)
     try:
         return make_cli(expanded, kind)
@@ -259,7 +269,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             auto_configure_optimizers=False,
             run=False,
             parser_kwargs={"prog": f"{program()} {kind.command}", "description": kind.summary},
-            args=lists_emptied(argv[1:]),
+            args=lists_emptied(sources_named(argv[1:])),
         )
 
 
@@ -272,12 +282,15 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     models = [callback.output for callback in callbacks if isinstance(callback, ExportModel)]
     written = models + [callback.output for callback in callbacks if isinstance(callback, ExportLanguageModel)]
     checkpoints = [callback.best_model_path for callback in model_checkpoints(trainer)]
+    run = shlex.quote(folder)
     if models:
-        following = [f"evaluate --model {models[0]} --data FOLDER", f'search --model {models[0]} --corpus FILE "QUERY"']
+        model = shlex.quote(models[0])
+        following = [f"evaluate --model {model} --data FOLDER", f'search --model {model} --corpus FILE "QUERY"']
     elif written or not any(checkpoints):
-        following = [f"show curves --run {folder}", f"report {folder}"]
+        following = [f"show curves --run {run}", f"report {run}"]
     else:
-        following = [f"export --checkpoint {next(filter(None, checkpoints))} --output DIR", f"report {folder}"]
+        checkpoint = shlex.quote(next(filter(None, checkpoints)))
+        following = [f"export --checkpoint {checkpoint} --output DIR", f"report {run}"]
     lines = [f"run: {folder} (metrics.csv, run.json, config.yaml)", *(f"model: {model}" for model in written)]
     scores = [score_line(each, Path(folder)) for each in callbacks if isinstance(each, RetrievalEvaluation)]
     return [*filter(None, scores), *lines, *(f"next: {program()} {words}" for words in following)]
@@ -314,6 +327,31 @@ def check_numbers(config: Namespace) -> None:
     if str(devices).isdecimal() and int(devices) > maximum:
         rule = f"must be at most {MAX_DEVICES_PER_CPU} for each CPU core, {maximum} here"
         raise OptionError("trainer.devices", devices, rule, "lower it")
+
+
+def with_names(sources: Any) -> Any:
+    """The sources of a config, each path in place of a source as a source named after its file."""
+    if isinstance(sources, str):
+        sources = [sources]
+    if not isinstance(sources, list):
+        return sources
+    return [
+        {"name": Path(source).name.partition(".")[0], "path": source} if isinstance(source, str) else source
+        for source in sources
+    ]
+
+
+def sources_named(argv: Sequence[str]) -> list[str]:
+    """The arguments with `with_names` for the sources of the data."""
+    words: list[str] = []
+    for previous, word in zip(["", *argv], argv, strict=False):
+        name, equals, value = word.partition("=") if word.startswith("--") else (previous, "", word)
+        if _SOURCES.fullmatch(name) and value and (equals or not word.startswith("--")):
+            is_yaml = value == "null" or value.startswith(("[", "{"))
+            value = json.dumps(with_names(parse_yaml(value, name) if is_yaml else value))
+            word = f"{name}={value}" if equals else value
+        words.append(word)
+    return words
 
 
 def lists_emptied(argv: Sequence[str]) -> list[str]:

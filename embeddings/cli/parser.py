@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from embeddings.cli.configs import config_paths, configs_of, located
+from embeddings.cli.configs import check_colon, config_paths, configs_of, located
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
 from embeddings.common.class_paths import may_import, refused_path, trust_hint
@@ -19,6 +19,8 @@ from embeddings.common.text import one_line
 
 CONFIG_HELP = "a YAML file of these options; several are merged from left to right"
 
+# A word between braces or commas.
+_PAIR = re.compile(r"(?<=[{,])\s*([^\s{}\[\],'\"]+)\s*(?=[,}])")
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
 _CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
@@ -51,7 +53,7 @@ def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
         if key not in owner and isinstance(owner.get("init_args"), Namespace):
             owner = owner["init_args"]  # `later` has only arguments of a class that `earlier` chose
         previous = owner.get(key)
-        if isinstance(value, list) and isinstance(previous, list):
+        if isinstance(value, list | str) and isinstance(previous, list):
             owner[key] = []
         elif isinstance(value, dict) and isinstance(previous, Namespace):
             forget_lists(previous, value)
@@ -66,6 +68,11 @@ class OneLineParser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         self.words = list(args or [])
+        for previous, word in zip(["", *self.words], self.words, strict=False):
+            name, _, value = word.partition("=") if word.startswith("--") else (previous, "", word)
+            if name.startswith("--") and value.startswith(("{", "[")):
+                for pair in _PAIR.findall(value):
+                    check_colon(pair, name)
         return super().parse_args(args, *rest, **kwargs)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:

@@ -309,6 +309,10 @@ def model_without_weights(
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The config of a local folder's model; a config that needs remote code is refused."""
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        fix = "merge them into it with peft's merge_and_unload, and give the directory of the merged model"
+        raise InputError(str(folder), f"contains only adapters, of the model {shown(base)}", fix)
     check_num_layers(read_json_or_empty(folder / "config.json"), str(folder / "config.json"))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

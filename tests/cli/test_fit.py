@@ -45,6 +45,29 @@ def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch)
     assert sources_of(monkeypatch, tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == expected
 
 
+def test_a_path_stands_for_a_source_named_after_its_file(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    config["trainer"]["max_steps"] = 2
+    first = Path(config["data"]["init_args"]["sources"][0]["path"])
+    second = first.rename(first.with_name("mine.v2.jsonl"))
+    first.write_bytes(second.read_bytes())
+    expected = [(first.stem, None, True), ("mine", None, True)]
+    for words in (["--data.sources", str(second)], [f"--data.init_args.sources={second}"]):
+        assert sources_of(monkeypatch, tmp_path, config, *words) == expected[1:]
+    assert sources_of(monkeypatch, tmp_path, config, f"--data.sources=[{first},{second}]") == expected
+    config["data"]["init_args"]["sources"] = [str(first), {"name": "mine", "path": str(second)}]
+    assert sources_of(monkeypatch, tmp_path, config) == expected
+    later = ["--config", write_config(tmp_path, {"data": {"init_args": {"sources": str(second)}}}, "later.yaml")]
+    assert sources_of(monkeypatch, tmp_path, config, *later) == expected[1:]
+
+
+def test_the_command_of_a_recipe_is_quoted_for_the_shell(capsys):
+    words = ["--trainer.default_root_dir", "my runs/$a", "--data.batch_size=0"]
+    with pytest.raises(ConfigError, match="batch_size"):
+        run_trainer(["fit", "--recipe", "mgh_docstrings", *words])
+    assert "--trainer.default_root_dir 'my runs/$a' --data.batch_size=0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "settings"),
     [

@@ -98,6 +98,10 @@ CASES = {
             "model/config.json: n_layer must be at most 2,000",
         ),
         **{f"a named pipe as {name}": (model(piped(name)), f"model/{name}: is not a regular file") for name in PIPED},
+        "adapters without their model": (
+            model(adapters_alone),
+            "model: contains only adapters, of the model 'gone'; merge them into it with peft's merge_and_unload",
+        ),
         "no config": (model(without("config.json")), "model/config.json: "),
         "no tokenizer": (model(without("tokenizer.json")), "model: "),
         "a tokenizer of another model": (model(more_tokens), "model: the tokenizer has id 900, the model has 384"),

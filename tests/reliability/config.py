@@ -34,6 +34,9 @@ EXPORT = "embeddings.callbacks.ExportModel"
 LOSS, OPTIMIZER = "model.init_args.loss.init_args", "model.init_args.optimizer.init_args"
 DATA, SCHEDULE = "data.init_args", "model.init_args.schedule"
 CASES = {
+    f"{FIT} --model.lora {{rank:4}}": {
+        "no space after a colon on the command line": (run(), "--model.lora: {rank:4} has no space after the colon"),
+    },
     FIT: {
         "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
         "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
@@ -52,6 +55,10 @@ CASES = {
         ),
         "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
+        "no space after a colon": (
+            put("config.yaml", "model:\n  init_args: {lora: {rank:4}}\n"),
+            "config.yaml: line 2: {rank:4} has no space after the colon; write {rank: 4}",
+        ),
         "DeepSpeed on a CPU": (at("trainer", strategy="deepspeed"), "trainer.strategy needs CUDA GPUs, got "),
         "a duration that is no time": (
             callback("lightning.pytorch.callbacks.Timer", duration="soon"),
@@ -78,7 +85,7 @@ CASES = {
         ),
         "a filter without vectors": (
             at(LOSS, false_negative_filter={"margin": 0.0}),
-            "model.loss needs a source with surrogate_vectors",
+            "model.loss needs a source with surrogate_vectors, but no source has them, got 'InfoNCE'; ",
         ),
         "an unknown class of a package": (chosen("model", "embeddings.modules.NVEmbedModul"), "NVEmbedModul"),
         "a class that is not a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
