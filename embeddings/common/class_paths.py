@@ -95,7 +95,8 @@ def named_function(parsed: Any, text: str) -> str | None:
         parsed: The parsed configuration.
         text: The configuration as written.
     """
-    for path in dict.fromkeys([*_class_paths(parsed), *_DOTTED.findall(text)]):
+    paths: list[str] = [*_class_paths(parsed), *_DOTTED.findall(text)]
+    for path in dict.fromkeys(paths):
         # The parser has imported an allowed path; any other is plain data.
         if may_import(path) and not _is_below(path, _trusted()):
             with suppress(ImportError, AttributeError, ValueError):

@@ -155,7 +155,7 @@ def load_tokenizer_files(folder: str | Path, kind: Any = None) -> "PreTrainedTok
     if backend is not None and file.is_file():
         stated = _MODEL_TYPE.search(file.read_bytes())
         if stated is not None and stated[1].decode() != type(backend.model).__name__:
-            return PreTrainedTokenizerFast.from_pretrained(folder)
+            loaded = PreTrainedTokenizerFast.from_pretrained(folder)
     return loaded
 
 
