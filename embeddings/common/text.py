@@ -100,6 +100,10 @@ class TextSettings:
             raise OptionError("prompt_name", name, f"must name a prompt of the model ({known})", "leave it out")
         return self.prompts[name]
 
+    def prompt_or_default(self, prompt: str | None, role: TextRole) -> str:
+        """The prompt, which may be empty, or the prompt named like the role if it is None."""
+        return self.prompt(None, role) if prompt is None else prompt
+
     def instruction_prompt(self, instruction: str) -> str:
         return instruction_prompt(instruction, self.instruction_template)
 

@@ -138,7 +138,7 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
     for role, prompts in shared.items():
         if len(prompts) == 1:
             named[role] = next(iter(prompts))[0]
-    return replace(text, prompts={name: prompt for name, prompt in named.items() if prompt} | text.prompts)
+    return replace(text, prompts={name: prompt for name, prompt in named.items() if prompt is not None} | text.prompts)
 
 
 def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:
@@ -163,10 +163,10 @@ def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> 
     text = tokenizer.settings
     for source in sources:
         for prompt in source.query_prompts(text):
-            tokenizer.check_prompt(prompt or text.prompts.get("query", ""), "query")
+            tokenizer.check_prompt(text.prompt_or_default(prompt, "query"), "query")
         for prompt in _document_prompts(source, text):
-            tokenizer.check_prompt(prompt or text.prompts.get("document", ""), "document")
+            tokenizer.check_prompt(text.prompt_or_default(prompt, "document"), "document")
 
 
-def _document_prompts(source: SourceConfig, text: TextSettings) -> tuple[str, ...]:
+def _document_prompts(source: SourceConfig, text: TextSettings) -> tuple[str | None, ...]:
     return source.query_prompts(text) if source.symmetric else (source.document_prompt,)

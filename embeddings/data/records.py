@@ -221,7 +221,7 @@ class _Row:
         return None if value is None else read(field, value)
 
     def _value(self, field: str) -> Any:
-        column = self.columns.get(field) or self._only_column(field)
+        column = self.columns[field] if field in self.columns else self._only_column(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
             if alike in self.fields and all(self.fields[name] is None for name in look_alikes(self.fields, (field,))):
@@ -368,8 +368,8 @@ class Example:
         negatives: Texts that are not relevant, hardest first (in random order in a cumulative curriculum).
         label: Class within the source, also of the positives; -1 without classes.
         negative_labels: Class of each negative; empty without classes.
-        query_prompt: Text put before the query, "" for none.
-        document_prompt: Text put before positives and negatives, "" for none (NV-Embed: only on symmetric tasks).
+        query_prompt: Text put before the query, "" for none; None for the prompt of the text settings.
+        document_prompt: The same for positives and negatives (NV-Embed: only on symmetric tasks).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
         surrogate_query: Vector of the query by another model, (S,) float32, or None.
         surrogate_positives: Vectors of the positives by that model, (P, S) float32, or None.
@@ -386,8 +386,8 @@ class Example:
     negatives: tuple[Negative, ...] = ()
     label: int = -1
     negative_labels: tuple[int, ...] = ()
-    query_prompt: str = ""
-    document_prompt: str = ""
+    query_prompt: str | None = None
+    document_prompt: str | None = None
     in_batch_negatives: bool = True
     surrogate_query: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     surrogate_positives: npt.NDArray[np.float32] | None = field(default=None, compare=False)

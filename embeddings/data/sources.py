@@ -110,8 +110,9 @@ class SourceConfig(Origin):
             libraries are recognised (`anchor`, `positive`, `negative_1`).
         instruction: Task instruction of the queries. From a list, one is drawn at random for each example and epoch. An
             instruction in a record takes precedence.
-        query_prompt: Complete prompt of the query, in place of an instruction.
-        document_prompt: Text put before positives and negatives.
+        query_prompt: Complete prompt of the query, in place of an instruction; "" for none, null for the prompt of the
+            text settings.
+        document_prompt: The same for positives and negatives.
         symmetric: Whether positives and negatives get the prompt of the query (NV-Embed: semantic similarity).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
         weight: Relative weight of this source under proportions `given`, > 0.
@@ -138,8 +139,8 @@ class SourceConfig(Origin):
     conversion: Conversion = "pairs"
     columns: dict[str, str] = field(default_factory=dict)
     instruction: str | list[str] | None = None
-    query_prompt: str = ""
-    document_prompt: str = ""
+    query_prompt: str | None = None
+    document_prompt: str | None = None
     symmetric: bool = False
     in_batch_negatives: bool = True
     max_rows: int | None = None
@@ -167,8 +168,8 @@ class SourceConfig(Origin):
     def fields(self) -> tuple[str, ...]:
         return _FIELDS[self.conversion]
 
-    def query_prompts(self, text: TextSettings) -> tuple[str, ...]:
-        """The possible prompts of a query under these settings; one is drawn for each example."""
+    def query_prompts(self, text: TextSettings) -> tuple[str | None, ...]:
+        """The possible prompts of a query, of which one is drawn for each example; None for that of the settings."""
         if self.instruction is None:
             return (self.query_prompt,)
         alternates = [self.instruction] if isinstance(self.instruction, str) else self.instruction
@@ -179,11 +180,11 @@ class SourceConfig(Origin):
             alternates: Sequence[str] = [self.instruction] if isinstance(self.instruction, str) else self.instruction
             if not alternates or not all(text.strip() for text in alternates):
                 raise self.fault("instruction", self.instruction, "must not be empty", "leave it out for no prompt")
-            if self.query_prompt:
+            if self.query_prompt is not None:
                 raise self.fault("query_prompt", self.query_prompt, "excludes instruction", "give one of the two")
-        if self.symmetric and self.document_prompt:
+        if self.symmetric and self.document_prompt is not None:
             raise self.fault("document_prompt", self.document_prompt, "excludes symmetric", "give one of the two")
-        if self.symmetric and self.instruction is None and not self.query_prompt:
+        if self.symmetric and self.instruction is None and self.query_prompt is None:
             raise self.fault("symmetric", True, "needs an instruction or a query_prompt", "give one, or leave it out")
 
     def _check_numbers(self) -> None:

@@ -248,11 +248,11 @@ class ContrastiveCollator:
             candidates.extend(negative.text for negative in negatives)
             owners.extend([owner] * len(negatives))
             labels.extend(example.negative_labels[: len(negatives)] or [-1] * len(negatives))
-        prompts = self.tokenizer.settings.prompts
-        query_prompts = [e.query_prompt or prompts.get("query", "") for e in examples]
+        text = self.tokenizer.settings
+        query_prompts = [text.prompt_or_default(e.query_prompt, "query") for e in examples]
         if self.num_in_context_examples:
             query_prompts = self._with_examples(examples, query_prompts, candidates)
-        document_prompts = [examples[owner].document_prompt or prompts.get("document", "") for owner in owners]
+        document_prompts = [text.prompt_or_default(examples[owner].document_prompt, "document") for owner in owners]
         surrogate_query_BS, surrogate_candidate_CS = self._surrogates(examples, chosen, len(candidates))
         queries, teacher_tokens = [e.query for e in examples], self.teacher_tokens
         return ContrastiveBatch(

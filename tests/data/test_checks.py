@@ -136,6 +136,9 @@ ROLES = {"query_prompt": "q: ", **DOCUMENT}
         ({"a": BOTH, "b": ANSWER}, {}, {"a": ASK, "b": ASK}),
         # A symmetric source uses the query prompt for documents.
         ({"a": SEARCH | {"symmetric": True}}, {}, {"a": FIND, "query": FIND, "document": FIND}),
+        # An empty prompt is a prompt, and a missing one is not.
+        ({"a": {"query_prompt": ""}}, {}, {"a": "", "query": ""}),
+        ({"a": {"query_prompt": ""}, "b": {}}, {}, {"a": ""}),
         # Existing prompts take precedence, and a source named like a role adds none.
         ({"a": SEARCH}, {"query": "q: "}, {"a": FIND, "query": "q: "}),
         ({"query": SEARCH, "b": {}}, {}, {}),

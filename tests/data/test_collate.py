@@ -101,6 +101,13 @@ def test_every_field_of_a_batch_equals_one_written_by_hand():
     assert (batch.negative_level, batch.to("cpu").negative_level) == (3, 3)
 
 
+def test_an_empty_prompt_replaces_the_default_prompt_and_a_missing_one_does_not():
+    collate = make(0, prompts={"query": "search query ", "document": "passage "})
+    for prompt, query, document in ((None, "search query fox", "passage dog"), ("", "fox", "dog")):
+        batch = collate([Example(0, 0, 0, "fox", ("dog",), query_prompt=prompt, document_prompt=prompt)])
+        assert (texts_of(batch.query), texts_of(batch.candidate)) == ([query], [document])
+
+
 def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen():
     positives = ("the fox", "a dog", "lazy dog")
     drawn = [Example(row=0, draw=draw, source=0, query="q", positives=positives) for draw in range(60)]

@@ -51,7 +51,7 @@ def test_the_instruction_of_a_record_replaces_that_of_the_source_in_the_template
     settings = TextSettings(instruction_template="[INST] {instruction} ")
     framed = open_source(SourceConfig("a", source.config.path, instruction="find"), tmp_path / "cache", settings)
     assert [framed[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] repair ", "[INST] find "]
-    assert {framed[PlanEntry(row, 0)].document_prompt for row in (0, 1)} == {""}
+    assert {framed[PlanEntry(row, 0)].document_prompt for row in (0, 1)} == {None}
 
 
 def test_examples_of_a_class_change_with_the_draw_key_alone_and_are_of_every_level(tmp_path):

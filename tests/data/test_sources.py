@@ -38,7 +38,7 @@ def test_a_list_of_sources_is_read_from_a_config():
     assert (sources[1].path, sources[1].columns, sources[1].weight) == (files["path"], files["columns"], 2.0)
     assert (sources[2].path, sources[2].in_batch_negatives) == ("$DATA/toxic.jsonl", False)
     assert sources[2].label_texts == toxic["label_texts"]
-    assert sources[1].query_prompts(TextSettings()) == ("",)
+    assert sources[1].query_prompts(TextSettings()) == (None,)
     assert SourceConfig("a", "a", query_prompt="query: ").query_prompts(TextSettings()) == ("query: ",)
 
 
@@ -54,6 +54,7 @@ def test_a_list_of_sources_is_read_from_a_config():
         ({"conversion": "sts", "columns": {"query": "a"}}, "columns may map only sentence1, sentence2, score"),
         *(({"instruction": given}, "instruction must not be empty") for given in ("", [], ["a", " "])),
         ({"instruction": "a", "query_prompt": "b"}, "query_prompt excludes instruction"),
+        ({"instruction": "a", "query_prompt": ""}, "query_prompt excludes instruction"),
         ({"symmetric": True}, "symmetric needs an instruction or a query_prompt"),
         ({"symmetric": True, "instruction": "a", "document_prompt": "d"}, "document_prompt excludes symmetric"),
         *(({"weight": weight}, "weight must be a finite number > 0") for weight in (0.0, math.nan, math.inf)),
