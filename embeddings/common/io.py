@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from embeddings import __version__
 from embeddings.common.errors import InputError, program, shown
+from embeddings.common.text import canonical
 
 _MAKE_AGAIN = "make the output again"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
@@ -329,8 +330,8 @@ def _listed_files(path: str, *_identity: int) -> Mapping[str, str]:
 
 
 def text_hash(text: str) -> int:
-    """A signed 64-bit hash of a text without its outer white space, equal on every machine."""
-    digest = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    """A signed 64-bit hash of a text in its canonical form, equal on every machine."""
+    digest = hashlib.blake2b(canonical(text).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -1,6 +1,7 @@
 """Text settings, which training, serving and saved model directories share, and helpers for one-line messages."""
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -121,6 +122,11 @@ class TextSettings:
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """The settings that `to_dict` wrote."""
         return cls(**fields)
+
+
+def canonical(text: str) -> str:
+    """The form in which texts are compared: Unicode normalisation form C, without outer white space."""
+    return (text if text.isascii() else unicodedata.normalize("NFC", text)).strip()
 
 
 def in_context_prompt(prompt: str, examples: Sequence[tuple[str, str, str]]) -> str:

@@ -15,7 +15,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import atomic_path
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed, numpy_generator
-from embeddings.common.text import TextSettings
+from embeddings.common.text import TextSettings, canonical
 from embeddings.data.readers import row_in_memory
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
@@ -59,21 +59,21 @@ class ClassExamples:
     def __call__(self, stored: StoredRow, index: int, draw: int) -> ExampleTexts:
         label, size = stored.label, self.classes.size(stored.label)
         generator = numpy_generator(draw, "class_by_example", index)
-        seen = {stored.query.strip()}
+        seen = {canonical(stored.query)}
         # If nearly all texts of the class are equal, random draws may all fail; then its rows are searched in order.
         for position in chain(generator.integers(size, size=_RANDOM_TRIES).tolist(), range(size)):
             (positive,) = self.table.queries([self.classes.member(label, position)])
-            if positive.strip() not in seen:
+            if canonical(positive) not in seen:
                 break
-        seen.add(positive.strip())
+        seen.add(canonical(positive))
         num_outside = self.classes.num_outside(label)
         # Twice the number, because some texts may be duplicates.
         drawn = generator.choice(num_outside, size=min(num_outside, 2 * self.num_negatives), replace=False).tolist()
         rows, labels = zip(*(self.classes.outsider(label, position) for position in drawn), strict=True)
         chosen: list[tuple[Negative, int]] = []
         for text, label_of_row in zip(self.table.queries(rows), labels, strict=True):
-            if text.strip() not in seen and len(chosen) < self.num_negatives:
-                seen.add(text.strip())
+            if canonical(text) not in seen and len(chosen) < self.num_negatives:
+                seen.add(canonical(text))
                 chosen.append((Negative(text), label_of_row))
         negatives, negative_labels = zip(*chosen, strict=True) if chosen else ((), ())
         return ExampleTexts((positive,), negatives, negative_labels)
@@ -296,7 +296,7 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
     for label in texts:
         if label not in labels:
             raise config.fault("label_texts", label, "names a label that the source does not have", "remove it")
-    if len(set(texts.values())) < len(texts):
+    if len(set(map(canonical, texts.values()))) < len(texts):
         raise config.fault("label_texts", texts, "must give each label a different text", "make them different")
     return [texts.get(label, label) for label in labels]
 

@@ -21,7 +21,7 @@ from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, write_file_manifest
 from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
 from embeddings.common.process import logger
-from embeddings.common.text import shorten
+from embeddings.common.text import canonical, shorten
 from embeddings.data.readers import ask_commit, resolve_revision, unreachable
 from embeddings.data.records import (
     LABELLED_FIELDS,
@@ -90,7 +90,8 @@ def _pair(row: Row, columns: Columns) -> dict[str, Any]:
     negatives = list(texts_of(cells(row, columns["negatives"]))) if "negatives" in columns else []
     # Some data sets list a positive or the query among the negatives.
     query = one_text(row, columns["query"])
-    negatives = [text for text in negatives if text != query and text not in positives]
+    own = {canonical(text) for text in (query, *positives)}
+    negatives = [text for text in negatives if canonical(text) not in own]
     return {"query": query, "positive": positives, "negatives": negatives or None}
 
 

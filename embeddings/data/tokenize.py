@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
-from embeddings.common.text import TextRole, TextSettings, in_context_prompt
+from embeddings.common.text import TextRole, TextSettings, canonical, in_context_prompt
 from embeddings.common.types import ContrastiveBatch, TokenBatch
 from embeddings.data.records import Example
 
@@ -281,8 +281,9 @@ class ContrastiveCollator:
     ) -> list[str]:
         """The prompt of each query with its in-context examples."""
         limit, extended = self.tokenizer.settings.max_length("query") // 2, []
-        for example, prompt in zip(examples, prompts, strict=True):
-            others = [i for i, e in enumerate(examples) if e.source == example.source and e.query != example.query]
+        keys = [(example.source, canonical(example.query)) for example in examples]
+        for example, prompt, (source, query) in zip(examples, prompts, keys, strict=True):
+            others = [i for i, key in enumerate(keys) if key[0] == source and key[1] != query]
             others.sort(key=lambda other: derive_seed(example.draw, "in_context", other))
             count = derive_seed(example.draw, "num_in_context") % (self.num_in_context_examples + 1)
             solved = [(prompts[other], examples[other].query, positives[other]) for other in others[:count]]

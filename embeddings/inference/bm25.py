@@ -10,6 +10,7 @@ import Stemmer
 from scipy import sparse
 
 from embeddings.common.errors import OptionError
+from embeddings.common.text import canonical
 
 Tokenize = Callable[[str], list[str]]
 
@@ -35,7 +36,7 @@ def word_tokens(text: str) -> list[str]:
     0.766 to 0.779.
     """
     tokens: list[str] = []
-    for word in _WORD.findall(text):
+    for word in _WORD.findall(canonical(text)):
         parts = _parts(word)
         tokens += parts
         if len(parts) > 1:

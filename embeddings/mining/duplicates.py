@@ -14,6 +14,7 @@ import numpy.typing as npt
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows, write_array
+from embeddings.common.text import canonical
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table
@@ -125,13 +126,13 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
 def _record_texts(record: StoredRow) -> list[str]:
     """The texts by which records are copies: query and positives, or a labelled text and its class."""
     if not record.positives:
-        return [record.query.strip(), f"class {record.label}"]
-    return [record.query.strip(), *(text.strip() for text in record.positives)]
+        return [canonical(record.query), f"class {record.label}"]
+    return [canonical(record.query), *map(canonical, record.positives)]
 
 
 def _compared_texts(record: StoredRow) -> tuple[str, str]:
     """The two texts by which near-copies are compared."""
-    return record.query.casefold(), "\n".join(record.positives).casefold()
+    return canonical(record.query).casefold(), canonical("\n".join(record.positives)).casefold()
 
 
 EQUAL, SIMILAR = 1, 2
@@ -272,4 +273,6 @@ def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: i
 
 def _hashes(texts: Iterable[str]) -> npt.NDArray[np.int64]:
     """A hash of each text that ignores case, white space and punctuation; a text without words is hashed whole."""
-    return np.array([text_hash(" ".join(_WORD.findall(text.casefold())) or text) for text in texts], dtype=np.int64)
+    return np.array(
+        [text_hash(" ".join(_WORD.findall(canonical(text).casefold())) or text) for text in texts], dtype=np.int64
+    )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
+from embeddings.common.text import canonical
 from embeddings.data.readers import open_reader
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
 from embeddings.synthesis.prompts import LEVELS, Category
@@ -216,7 +217,11 @@ def read_negatives(parsed: Parsed, record: Mapping[str, Any], field: str, prompt
 
 def normalised(text: str) -> str:
     """A text without case, white space and punctuation; a text without words is only stripped."""
-    return " ".join(_UNIT.findall(text.casefold())) or text.strip()
+    return " ".join(_units(text)) or canonical(text)
+
+
+def _units(text: str) -> list[str]:
+    return _UNIT.findall(canonical(text).casefold())
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -272,11 +277,11 @@ def _require_no_leak(query: str, documents: Sequence[str]) -> None:
 
 def _contains(text: str, part: str, min_words: float) -> bool:
     """Whether a text contains `part` word for word, and `part` has at least `min_words` words."""
-    units = _UNIT.findall(part.casefold())
+    units = _units(part)
     num_words = sum(0.5 if _UNSPACED.match(unit) else 1.0 for unit in units)
     if not units or num_words < min_words:
         return False
-    return f" {' '.join(units)} " in f" {' '.join(_UNIT.findall(text.casefold()))} "
+    return f" {' '.join(units)} " in f" {' '.join(_units(text))} "
 
 
 def _written(negatives: Sequence[str], graded: bool) -> list[Any]:

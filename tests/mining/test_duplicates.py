@@ -2,6 +2,7 @@
 
 import random
 import re
+import unicodedata
 from functools import partial
 
 import numpy as np
@@ -55,6 +56,21 @@ def varied_rows(seed=0):
     rows.append({**rows[0], "negatives": ["other negatives"]})
     generator.shuffle(rows)
     return rows
+
+
+def test_texts_in_another_unicode_form_are_copies_and_evaluation_texts(tmp_path):
+    words = [f"caf\u00e9{word}" for word in ("ab", "cd", "ef", "gh", "ij")]
+    text, other = " ".join(words), unicodedata.normalize("NFD", " ".join(words))
+    rows = [
+        {"query": text, "positive": "p"},
+        {"query": other, "positive": "p"},
+        {"query": f"{other} x", "positive": "p"},
+    ]
+    found = find_duplicates(source(tmp_path, rows), tmp_path / "d", near_duplicates=0.5)
+    assert found.tolist() == [KEPT, COPY, NEAR_COPY]
+    for threshold, expected in ((None, [EQUAL, EQUAL, KEPT]), (0.9, [EQUAL, EQUAL, SIMILAR])):
+        rule = Decontaminator(EvaluationTexts([text], []), threshold)
+        assert rule.reasons([StoredRow(row["query"], (row["positive"],)) for row in rows]).tolist() == expected
 
 
 def loop_reasons(rows, threshold):
