@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_regular
 from embeddings.common.text import one_line
-from embeddings.data.records import Cell, look_alikes
+from embeddings.data.records import PAIR_FIELDS, Cell, look_alikes
 
 MAX_LINE_BYTES = 32 * 2**20
 # A gzip file of a few kilobytes can contain so many blank lines that reading takes hours.
@@ -83,7 +83,7 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
     """The reader for a file: gzip and Parquet are recognised by their first bytes, not by the name.
 
     A file named `.csv` or `.tsv` (also gzipped) is a table, unless its content starts with JSON. From Parquet only
-    `fields` and possible columns of `negatives` are read, or all columns if a `required` one is missing.
+    `fields` and columns that may stand in for an optional one are read, or all columns if a `required` one is missing.
     """
     check_regular(path)
     try:
@@ -199,8 +199,17 @@ class CsvReader(LineReader):
             elif len(cells) != len(header):
                 what = f"the row has {len(cells)} cells, and the header {len(header)}"
                 raise InputError(where, what, "quote texts that contain the separator, or fix the row")
+            elif separator == "\t" and any(_spans_rows(cell, len(header)) for cell in cells):
+                what = "a cell that opens with a quote here contains the next rows"
+                raise InputError(where, what, "double the quote and quote the cell, or save the table as CSV")
             else:
                 yield Row(where, {name: Cell(cell) if cell else None for name, cell in zip(header, cells, strict=True)})
+
+
+def _spans_rows(cell: str, num_columns: int) -> bool:
+    """Whether a cell contains whole rows: each line end in it comes with the separators of one row."""
+    num_lines = cell.count("\n")
+    return num_lines > 0 and cell.count("\t") == num_lines * (num_columns - 1) > 0
 
 
 def _not_csv(where: str, error: str) -> InputError:
@@ -243,7 +252,8 @@ class ParquetReader(Reader):
                 raise InputError(str(self.path), f"has two columns {name!r}", "rename one of them")
         if not set(self.required) <= set(names):
             return None
-        wanted = {*self.fields, *look_alikes(names, ("negatives",) if "negatives" in self.fields else ())}
+        optional = [name for name in PAIR_FIELDS[2:] if name in self.fields]
+        wanted = {*self.fields, *look_alikes(names, optional)}
         self.unread_columns = [name for name in names if name not in wanted]
         return [name for name in names if name in wanted]
 

@@ -1,8 +1,10 @@
 """Training records: parsing and validation of rows, examples made from records, and files of records."""
 
+import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,14 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.text import shorten
+from embeddings.common.text import canonical, shorten
 from embeddings.data.table import Table
 
 NUM_LEVELS = 4
 RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id", "language", "scores")
 LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
-PAIR_FIELDS = ("query", "positive", "negatives")
+# The fields of a pair for which columns with other names may stand in.
+PAIR_FIELDS = ("query", "positive", "negatives", "instruction", "scores")
 _GIVE_TEXT = "give it a text, or leave the row out"
 _MAX_SCORE = float(np.finfo(np.float32).max)
 # Column names of other libraries for each field, as regular expressions.
@@ -33,12 +36,18 @@ _LOOK_ALIKES = {
     "query": r"query|anchor|question|sentence_?1",
     "positive": r"positives?|pos|passage|answer|document|sentence_?2",
     "negatives": r"(hard_?)?(neg|negative)s?(_passages|_?\d+)?",
+    "instruction": r"prompt",
+    "scores": r"(pos|neg)_scores",
     "text": r"sentence|content|document",
     "label": r"labels|class|category",
     "sentence1": r"sentence_1|text1|anchor",
     "sentence2": r"sentence_2|text2|positive",
     "score": r"similarity|label",
 }
+
+
+# The column of a field, by field; None leaves an optional field out.
+Columns = Mapping[str, str | None]
 
 
 class Cell(str):
@@ -80,8 +89,8 @@ class Record:
     @property
     def suspicion(self) -> str | None:
         """Why the record is suspect (one text in two roles), or None. Such records are nearly always a data error."""
-        query, positives = self.query.strip(), {text.strip() for text in self.positives}
-        negatives = {negative.text.strip() for negative in self.negatives}
+        query, positives = canonical(self.query), set(map(canonical, self.positives))
+        negatives = {canonical(negative.text) for negative in self.negatives}
         if not positives.isdisjoint(negatives):
             return "a negative is also a positive"
         if query in negatives:
@@ -106,16 +115,17 @@ class ScoredPair(NamedTuple):
     score: float
 
 
-def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Record:
+def parse_record(fields: Mapping[str, Any], columns: Columns, where: str) -> Record:
     """Parse a row into a record. Other columns are ignored.
 
     If `columns` is empty, columns with the usual names of other libraries stand in for missing fields (see
     `substitute_columns`). A field in `columns` must be present. Other fields than `query` and `positive` may be missing
-    or null. Negatives with levels are sorted hardest first (stable within a level), together with their scores.
+    or null. Negatives with levels are sorted hardest first (stable within a level), together with their scores. Of
+    equal positives or negatives the first is kept.
 
     Args:
         fields: Values by column name.
-        columns: Column name of each field whose column has a different name.
+        columns: Column name of each field whose column has a different name; None leaves the field out.
         where: File and row, for messages.
 
     Raises:
@@ -125,17 +135,16 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     row.refuse_scores()
     query, positives = row.required("query", row.text), row.required("positive", row.positives)
     negatives = row.optional("negatives", row.negatives) or ()
-    scores = row.optional("scores", partial(row.scores, len(positives), len(negatives))) or ()
-    if negatives and negatives[0].level:
-        order = sorted(range(len(negatives)), key=lambda position: negatives[position].level)
-        negatives = tuple(negatives[position] for position in order)
-        if scores:
-            num_positives = len(positives)
-            scores = (*scores[:num_positives], *(scores[num_positives + position] for position in order))
+    scores = row.all_scores(len(positives), len(negatives))
+    hardest_first = sorted(range(len(negatives)), key=lambda position: negatives[position].level)
+    kept = _distinct(positives, range(len(positives)))
+    kept_negatives = _distinct([negative.text for negative in negatives], hardest_first)
+    if scores:
+        scores = tuple(scores[position] for position in (*kept, *(len(positives) + each for each in kept_negatives)))
     return Record(
         query=query,
-        positives=positives,
-        negatives=negatives,
+        positives=tuple(positives[position] for position in kept),
+        negatives=tuple(negatives[position] for position in kept_negatives),
         scores=scores,
         label=row.optional("label", row.label),
         score=row.optional("score", row.number),
@@ -145,13 +154,13 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
     )
 
 
-def parse_labelled_text(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> LabelledText:
+def parse_labelled_text(fields: Mapping[str, Any], columns: Columns, where: str) -> LabelledText:
     """Parse a row with `text` and `label`; arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, LABELLED_FIELDS)
     return LabelledText(row.required("text", row.text), row.required("label", row.label))
 
 
-def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> ScoredPair:
+def parse_scored_pair(fields: Mapping[str, Any], columns: Columns, where: str) -> ScoredPair:
     """Parse a row with `sentence1`, `sentence2` and `score`; arguments and errors as in `parse_record`."""
     row = _Row(fields, columns, where, SCORED_FIELDS)
     first, second = row.required("sentence1", row.text), row.required("sentence2", row.text)
@@ -187,9 +196,30 @@ def _substitutes(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str
     return {field_: tuple(names) for field_, names in columns.items()}
 
 
+def _distinct(texts: Sequence[str], order: Iterable[int]) -> list[int]:
+    """The positions in `order`, without those of texts that equal an earlier one."""
+    first: dict[str, int] = {}
+    for position in order:
+        first.setdefault(canonical(texts[position]), position)
+    return list(first.values())
+
+
 def label_key(value: str | int) -> str:
-    """A class label as text: Booleans become `true` and `false`, as in JSON."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """A class label as text in canonical form: Booleans become `true` and `false`, as in JSON."""
+    return canonical(str(value).lower() if isinstance(value, bool) else str(value))
+
+
+def _listed(text: str) -> tuple[list[Any] | None, bool]:
+    """The list that a text writes out, None if it is no list, and whether it is JSON (otherwise Python)."""
+    if not (text.lstrip().startswith("[") and text.rstrip().endswith("]")):
+        return None, False
+    for is_json, parse in ((True, json.loads), (False, ast.literal_eval)):
+        # Python warns of a backslash that is no escape sequence.
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = parse(text.strip())
+            return value if isinstance(value, list) else None, is_json
+    return None, False
 
 
 # Parses a value: (field name, raw value) → parsed value.
@@ -200,9 +230,7 @@ Read = Callable[[str, Any], T]
 class _Row:
     """Parser of one row."""
 
-    def __init__(
-        self, fields: Mapping[str, Any], columns: Mapping[str, str], where: str, wanted: tuple[str, ...]
-    ) -> None:
+    def __init__(self, fields: Mapping[str, Any], columns: Columns, where: str, wanted: tuple[str, ...]) -> None:
         self.fields, self.columns, self.where = fields, columns, where
         self.substitutes: Mapping[str, tuple[str, ...]] = {} if columns else substitute_columns(fields, wanted)
 
@@ -213,15 +241,17 @@ class _Row:
     def optional(self, field: str, read: Read[T]) -> T | None:
         """The parsed value of a field, or None if it is missing or null; a field in `columns` must be present."""
         if field in self.columns:
-            value = self._value(field)
+            value = None if self.columns[field] is None else self._value(field)
         elif field in self.substitutes:
             value = self._joined(self.substitutes[field])
+            value = None if field == "instruction" and value == "" else value
         else:
             value = None if field in self.columns.values() else self.fields.get(field)
         return None if value is None else read(field, value)
 
     def _value(self, field: str) -> Any:
-        column = self.columns[field] if field in self.columns else self._only_column(field)
+        column = self.columns.get(field)
+        column = self._only_column(field) if column is None else column
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
             if alike in self.fields and all(self.fields[name] is None for name in look_alikes(self.fields, (field,))):
@@ -251,6 +281,7 @@ class _Row:
         if scores:
             what = f"{scores[0]!r} beside {' and '.join(pair)} may mark which pairs match"
             first = {field: self.substitutes.get(field, (field,))[0] for field in ("query", "positive")}
+            first |= {"label": "null"} if scores[0] == "label" else {}
             mapped = ", ".join(f"{field}: {name}" for field, name in first.items())
             fix = f"set conversion: sts for scored pairs, or, if all pairs match, columns: {{{mapped}}}"
             raise self.fault(what, fix)
@@ -261,7 +292,7 @@ class _Row:
             self._only_column("negatives")
         if len(names) == 1:
             return self.fields[names[0]]
-        values = [self.fields[name] for name in names]
+        values = [self._unpacked(name, self.fields[name]) for name in names]
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
     def text(self, name: str, value: Any) -> str:
@@ -282,15 +313,34 @@ class _Row:
 
     def positives(self, name: str, value: Any) -> tuple[str, ...]:
         """One text, or a list of at least one."""
+        value = self._unpacked(name, value)
         if value == []:
             raise self.fault(f"{name} is an empty list", "give at least one text, or leave the row out")
         return self._texts(name, value)
 
     def negatives(self, name: str, value: Any) -> tuple[Negative, ...]:
         """One text, a list of texts, or a list of texts with levels."""
+        value = self._unpacked(name, value)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return tuple(self._graded(f"{name}[{i}]", item) for i, item in enumerate(value))
         return tuple(map(Negative, self._texts(name, value)))
+
+    def _unpacked(self, name: str, value: Any) -> Any:
+        """The list of texts that a cell of a table contains as JSON; any other value is unchanged.
+
+        A cell with a Python list is refused, and elsewhere negatives that are a list written as text: they would be one
+        text. A positive may be a document that is such a list.
+        """
+        if not isinstance(value, str) or not (isinstance(value, Cell) or name == "negatives"):
+            return value
+        items, is_json = _listed(value)
+        if items is None or not all(isinstance(item, str | dict) for item in items):
+            return value
+        if isinstance(value, Cell) and is_json:
+            return items
+        what = f"{name} is a {'JSON' if is_json else 'Python'} list as text"
+        fix = "write a JSON list" if isinstance(value, Cell) else "write it as a list"
+        raise self.fault(what, f'{fix}, such as ["a", "b"]; one such text is a list of one')
 
     def _texts(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
@@ -311,11 +361,11 @@ class _Row:
         return Negative(self.text(f"{name}.text", item.get("text")), level)
 
     def label(self, name: str, value: Any) -> str:
-        """A class: a text or an integer."""
+        """A class: a text or an integer, in canonical form."""
         if not isinstance(value, str | int):
             what = f"{name} is {kind_of(value)}, expected text or an integer"
             raise self.fault(what, "give it a label, or leave the row out")
-        return self.text(name, label_key(value))
+        return label_key(self.text(name, value) if isinstance(value, str) else value)
 
     def number(self, name: str, value: Any) -> float:
         """A finite number; CSV cells contain it as text."""
@@ -327,9 +377,21 @@ class _Row:
             raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
         return float(value)
 
+    def all_scores(self, num_positives: int, num_negatives: int) -> tuple[float, ...]:
+        """The teacher scores of the positives, then of the negatives, from one column or one for each side."""
+        if "scores" not in self.substitutes:
+            return self.optional("scores", partial(self.scores, num_positives, num_negatives)) or ()
+        found: list[float] = []
+        for name, counts in (("pos_scores", (num_positives, 0)), ("neg_scores", (0, num_negatives))):
+            value = self.fields.get(name)
+            found += [math.nan] * sum(counts) if value is None else self.scores(*counts, name, value)
+        return tuple(found)
+
     def scores(self, num_positives: int, num_negatives: int, name: str, value: Any) -> tuple[float, ...]:
         """A number or null for each positive, then for each negative; null becomes NaN."""
         total = num_positives + num_negatives
+        if isinstance(value, Cell):
+            value = _listed(value)[0] or value
         if not isinstance(value, list) or len(value) != total:
             actual = f"has {len(value)}" if isinstance(value, list) else f"is {kind_of(value)}"
             texts = f"positives ({num_positives}) and negatives ({num_negatives})"

@@ -106,8 +106,8 @@ class SourceConfig(Origin):
         subset: Configuration of a Hub data set.
         split: Split of a Hub data set; None for `train`.
         revision: Branch, tag or commit of a Hub data set; with a full commit a converted source needs no network.
-        columns: Column name of each field whose column has a different name. Without it, the usual names of other
-            libraries are recognised (`anchor`, `positive`, `negative_1`).
+        columns: Column name of each field whose column has a different name; null leaves an optional field out. Without
+            it, the usual names of other libraries are recognised (`anchor`, `positive`, `negative_1`).
         instruction: Task instruction of the queries. From a list, one is drawn at random for each example and epoch. An
             instruction in a record takes precedence.
         query_prompt: Complete prompt of the query, in place of an instruction; "" for none, null for the prompt of the
@@ -137,7 +137,7 @@ class SourceConfig(Origin):
 
     path: str | list[str]
     conversion: Conversion = "pairs"
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str | None] = field(default_factory=dict)
     instruction: str | list[str] | None = None
     query_prompt: str | None = None
     document_prompt: str | None = None
@@ -159,7 +159,9 @@ class SourceConfig(Origin):
             raise self.fault("path", self.path, "must not be empty", "name a file, a glob, or hub:organisation/name")
         self._check_prompts()
         self._check_numbers()
-        for name in self.columns:
+        for name, column in self.columns.items():
+            if column is None and (name in ("query", "positive") or self.conversion != "pairs"):
+                raise self.fault(f"columns.{name}", column, "must name a column", "null leaves out optional fields")
             if name not in self.fields:
                 rule = f"may map only {', '.join(self.fields)} for conversion {self.conversion}"
                 raise self.fault("columns", name, rule, "write it as {field: column}")

@@ -407,7 +407,7 @@ def _num_bytes(folder: Path) -> dict[str, int]:
 
 def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:
     required = ("query", "positive") if config.conversion == "pairs" else config.fields
-    columns = [[config.columns.get(name, name) for name in names] for names in (config.fields, required)]
+    columns = [[config.columns.get(name) or name for name in names] for names in (config.fields, required)]
     return inputs.readers(*columns)
 
 

@@ -10,6 +10,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.data import SourceConfig, readers
 from embeddings.data.readers import open_reader
+from embeddings.data.records import Negative
 from embeddings.data.store import open_cached, read_records, record_place
 from tests.helpers.refusals import refused
 
@@ -104,6 +105,40 @@ def test_a_bad_table_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypa
     finally:
         csv.field_size_limit(limit)
     assert text.startswith(f"bad.csv{where}: " if where else "bad.csv")
+
+
+def test_cells_with_json_lists_are_lists_and_python_lists_are_refused_with_the_row(tmp_path):
+    path, rows = (
+        tmp_path / "a.csv",
+        [
+            {"query": "q", "positive": '["p", "r"]', "negatives": '["n"]', "scores": "[1, null, 0.5]"},
+            {"query": "[q]", "positive": "[1] see", "negatives": '[{"text": "m", "level": 2}]', "scores": ""},
+            {"query": "r", "positive": "[1, 2]", "negatives": "[]", "scores": ""},
+        ],
+    )
+    config = SourceConfig("a", str(write_csv(path, rows)))
+    first, second, third = (record for _, record in read_records(config, open_cached(config, tmp_path / "cache")))
+    assert (first.positives, first.negatives, first.scores[::2]) == (("p", "r"), (Negative("n"),), (1.0, 0.5))
+    assert (second.query, second.positives, second.negatives) == ("[q]", ("[1] see",), (Negative("m", 2),))
+    assert (third.positives, third.negatives) == (("[1, 2]",), ())
+    for name, text in (("negatives", "['n1', 'n2']"), ("positive", "['p1' 'p2']")):
+        source = SourceConfig("a", str(write_csv(path, [*rows, {**rows[0], name: text}])))
+        says = rf"a\.csv:5: {name} is a Python list as text; write a JSON list, such as"
+        refused(InputError, says, open_cached, source, tmp_path / "cache")
+
+
+def test_a_quote_that_merges_rows_of_a_tsv_table_is_refused_with_the_row(tmp_path):
+    table = 'query\tpositive\nq\tp\n"loose\tr\ns\tt\nu"\tw\n'
+    (tmp_path / "a.tsv").write_text(table)
+    says = r"a\.tsv:3: a cell that opens with a quote here contains the next rows; double the quote"
+    refused(InputError, says, read, tmp_path / "a.tsv")
+    # A comma, or a line break without cells, is part of a text.
+    (tmp_path / "a.csv").write_text('query,positive\n"a, b\nc",p\n')
+    (tmp_path / "b.tsv").write_text('query\tpositive\n"a\nc\td\te"\tp\n')
+    assert [row.fields["query"] for name in ("a.csv", "b.tsv") for row in read(tmp_path / name)] == [
+        "a, b\nc",
+        "a\nc\td\te",
+    ]
 
 
 def test_a_table_without_a_header_names_its_first_row_as_columns(tmp_path):

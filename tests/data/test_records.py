@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError
+from embeddings.common.io import text_hash
 from embeddings.data import SourceConfig
 from embeddings.data.readers import open_reader
 from embeddings.data.records import (
@@ -48,6 +49,15 @@ HARDEST_FIRST = (Negative("a", 1), Negative("d", 4), Negative("c", 4))
         ({"Q": "q", "A": "p", "query": "ignored"}, {"query": "Q", "positive": "A"}, Record("q", ("p",))),
         # A column that is mapped to another field is not used for the field of its name.
         ({"instruction": "q", "out": "p"}, {"query": "instruction", "positive": "out"}, Record("q", ("p",))),
+        ({**GOOD, "label": 1}, {"label": None}, Record("q", ("p",))),
+        # A text that a record repeats is one text: the hardest, and the first, are kept.
+        ({"query": "q", "positive": ["p", "p ", "r"]}, {}, Record("q", ("p", "r"))),
+        ({**GOOD, "negatives": ["n", "m", " n"]}, {}, Record("q", ("p",), (Negative("n"), Negative("m")))),
+        (
+            {**GOOD, "negatives": [{"text": "n", "level": 4}, {"text": "n", "level": 2}], "scores": [9, 1, 2]},
+            {},
+            Record("q", ("p",), (Negative("n", 2),), scores=(9.0, 2.0)),
+        ),
         # Within a level negatives keep their order.
         ({**GOOD, "negatives": LEVELED}, {}, Record("q", ("p",), HARDEST_FIRST)),
     ],
@@ -100,6 +110,28 @@ def test_a_fault_names_row_and_field_on_one_line(change, message):
     assert len(text) <= 200
 
 
+NFC, NFD = "caf\u00e9", "cafe\u0301"
+
+
+def test_texts_and_labels_are_compared_in_one_unicode_form_without_outer_white_space():
+    assert parse_record({**GOOD, "label": f" {NFD}"}, {}, "f:1").label == NFC
+    assert parse_labelled_text({"text": "t", "label": "x "}, {}, "f:1") == ("t", "x")
+    assert text_hash(f"{NFD} ") == text_hash(NFC)
+    assert Record(NFC, (NFD,)).suspicion == "a positive is the query itself"
+    assert Record(NFC, ("p",), (Negative(NFD),)).suspicion == "a negative is the query itself"
+    assert Record("q", (NFC,), (Negative(NFD),)).suspicion == "a negative is also a positive"
+    record = parse_record({**GOOD, "negatives": [NFD, NFC], "positive": [NFC, "p", NFD]}, {}, "f:1")
+    assert (record.positives, record.negatives) == ((NFC, "p"), (Negative(NFD),))
+
+
+@pytest.mark.parametrize("text", ['["a", "b"]', "['a', 'b']", "['a' 'b']"])
+def test_negatives_that_are_a_list_as_text_are_refused_and_a_positive_may_be_one(text):
+    says = r"^f:1: negatives is a (JSON|Python) list as text; write it as a list, such as .* is a list of one$"
+    refused(InputError, says, parse_record, {**GOOD, "negatives": text}, {}, "f:1")
+    record = parse_record({"query": "q", "positive": text, "negatives": [f" {text}", "[1]"]}, {}, "f:1")
+    assert record == Record("q", (text,), (Negative(f" {text}"), Negative("[1]")))
+
+
 def test_a_missing_field_names_the_existing_columns_and_a_fix():
     says = "^f:2: field 'positive': no column 'positive' among query, reply; "
     says += r"map it with columns: \{positive: YOUR_COLUMN\}$"
@@ -125,6 +157,21 @@ def test_a_missing_field_names_the_existing_columns_and_a_fix():
         ({"sentence1": "q", "sentence2": "p", "score": None}, Record("q", ("p",))),
         ({"query": "q", "answer": "p", "language": "de"}, Record("q", ("p",), language="de")),
         ({"Question": "q", "passage": ["p", "r"]}, Record("q", ("p", "r"))),
+        (
+            {
+                "query": "q",
+                "pos": ["p", "r"],
+                "neg": ["n"],
+                "pos_scores": [1, None],
+                "neg_scores": [-2],
+                "prompt": "find",
+            },
+            Record("q", ("p", "r"), (Negative("n"),), instruction="find", scores=(1.0, math.nan, -2.0)),
+        ),
+        (
+            {**GOOD, "negatives": "n", "neg_scores": [2], "prompt": ""},
+            Record("q", ("p",), (Negative("n"),), scores=(math.nan, 2.0)),
+        ),
         # A column with the name of the field takes precedence, unless it is null.
         ({"query": "q", "anchor": "x", "positive": "p", "answer": "y"}, Record("q", ("p",))),
         ({"query": None, "anchor": "q", "positive": "p"}, Record("q", ("p",))),
@@ -132,7 +179,7 @@ def test_a_missing_field_names_the_existing_columns_and_a_fix():
     ],
 )
 def test_the_column_names_of_other_libraries_are_recognised(row, expected):
-    assert parse_record(row, {}, "f:1") == expected
+    assert repr(parse_record(row, {}, "f:1")) == repr(expected)  # NaN differs from itself
 
 
 def test_scored_pairs_and_labelled_texts_are_parsed_with_these_names_too():
@@ -159,6 +206,15 @@ def test_scored_pairs_and_labelled_texts_are_parsed_with_these_names_too():
             {"sentence1": "q", "sentence2": "p", "score": 1.0},
             "'score' beside sentence1 and sentence2 may mark which pairs match; set conversion: sts for scored pairs, "
             "or, if all pairs match, columns: {query: sentence1, positive: sentence2}",
+        ),
+        (
+            {"anchor": "q", "positive": "p", "label": 1},
+            "'label' beside anchor may mark which pairs match; set conversion: sts for scored pairs, or, if all pairs match, "
+            "columns: {query: anchor, positive: positive, label: null}",
+        ),
+        (
+            {"query": "q", "pos": ["p"], "neg": ["n"], "pos_scores": [1], "neg_scores": [1, 2]},
+            "neg_scores has 2, expected a list of 1 numbers",
         ),
         ({"query": "q", "answer": "p", "label": 0}, "'label' beside answer may mark which pairs match; set"),
         ({"text": "t", "label": 1}, "for texts with classes set conversion: class_by_example, or map it with columns:"),

@@ -178,7 +178,7 @@ def test_an_invalid_vector_is_named_by_shard_and_row(role, value, kind, plain, t
     refused(InputError, expected, with_vectors, plain, tmp_path / "s")
     # A vector that is damaged later is found when it is drawn.
     opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name, check_vectors=False)
-    assert (opened.query(0) @ opened.query(0), opened.positives(0).shape) == (pytest.approx(1), (2, 4))
+    assert (opened.query(0) @ opened.query(0), opened.positives(1).shape) == (pytest.approx(1), (2, 4))
     with pytest.raises(InputError, match=expected):
         [(opened.query(row), opened.positives(row)) for row in range(8)]
 
