@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelSummary, ProgressBar, TQDMProgressB
 from torch import nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
-from embeddings.common.distributed import count_values, gather_counts
+from embeddings.common.distributed import count_values, mean_over_ranks, world_size
 from embeddings.common.jobs import LINE_SECONDS, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.protocols import RunData
@@ -142,16 +142,17 @@ class Throughput(L.Callback):
 
     - `throughput/pairs_per_second` and `throughput/tokens_per_second`: over all ranks; padding and context slots do not
       count as tokens.
-    - `throughput/padding`: fraction of the computed positions that are padding, on rank 0.
-    - `throughput/waiting`: fraction of the time that rank 0 spent outside steps, in the loader or other callbacks.
-    - `throughput/tflops`: the model's operations per second on rank 0, in 10^12. Each unpadded position counts once
+    - `throughput/padding`: fraction of the computed positions that are padding. This and all following values are means
+      over the ranks.
+    - `throughput/waiting`: fraction of the time that a rank spent outside steps, in the loader or other callbacks.
+    - `throughput/tflops`: the model's operations per second on a rank, in 10^12. Each unpadded position counts once
       forward and twice backward (once through frozen weights), in each stage of the model. Pooling, loss, embedding
       tables, padding and recomputation by GradCache or checkpointing do not count.
 
     Args:
         every_n_steps: Optimiser steps between two logged rows, > 0. The first row includes the first steps.
 
-    Distributed: two all-gathers of one integer every `every_n_steps` optimiser steps.
+    Distributed: one all-reduce every `every_n_steps` optimiser steps.
     Raises:
         UserError: If the module has no backbone.
     """
@@ -194,15 +195,16 @@ class Throughput(L.Callback):
         self._work, self._busy, self._row_start, self._logged_step = Work(), 0.0, now, step
 
     def _row(self, module: L.LightningModule, seconds: float) -> dict[str, float]:
-        work = self._work
-        pairs, tokens = (sum(gather_counts(count, module.device)) for count in (work.pairs, work.tokens))
-        return {
-            "throughput/pairs_per_second": pairs / seconds,
-            "throughput/tokens_per_second": tokens / seconds,
-            "throughput/padding": 1 - (work.read + work.context) / max(1, work.computed),
-            "throughput/waiting": 1 - self._busy / seconds,
-            "throughput/tflops": flops(module, work) / seconds / 1e12,
+        work, ranks = self._work, world_size()
+        values = {
+            "pairs_per_second": ranks * work.pairs / seconds,
+            "tokens_per_second": ranks * work.tokens / seconds,
+            "padding": 1 - (work.read + work.context) / max(1, work.computed),
+            "waiting": 1 - self._busy / seconds,
+            "tflops": flops(module, work) / seconds / 1e12,
         }
+        means = mean_over_ranks({name: torch.tensor(value, device=module.device) for name, value in values.items()})
+        return {f"throughput/{name}": float(value) for name, value in means.items()}
 
 
 def work_of(batch: Any, engine: GradCache | None = None) -> Work:

@@ -17,7 +17,7 @@ Head = Callable[[Tensor], Tensor]
 def token_cross_entropy(
     state_PH: Tensor, label_P: Tensor, head: Head, tile_positions: int, num_targets: float | None = None
 ) -> LossOutput:
-    """The mean cross-entropy of P tokens, each predicted from one state, with the terms `perplexity` and `accuracy`.
+    """The mean cross-entropy of P tokens, each predicted from one state, with the term `accuracy`.
 
     Logits are computed for these states only, one tile at a time. With several tiles, the backward pass recomputes the
     logits. With P = 0 the loss is zero, with a zero gradient for every weight.
@@ -27,8 +27,8 @@ def token_cross_entropy(
         label_P: The tokens, (P,) int64.
         head: Maps states, (p, H), to logits over the vocabulary, (p, V); deterministic (no dropout).
         tile_positions: Maximum number of states whose logits are in memory at once, >= 1.
-        num_targets: Divisor of the sum: the mean number of targets per rank, so that the average of the ranks'
-            gradients is that of all targets together; None for P.
+        num_targets: Divisor of the sums: the mean number of targets per rank, so that the ranks' averages of loss,
+            gradient and accuracy are those of all targets together; None for P.
 
     Precision: softmax and sums in float32 (float64 for float64 logits), whatever the head's dtype.
     """
@@ -41,10 +41,8 @@ def token_cross_entropy(
         else:
             tile_sum, tile_correct = _tile(state_pH, label_p, head)
         total, correct = total + tile_sum, correct + tile_correct
-    count = max(1, len(label_P))
-    loss = total / (count if num_targets is None else max(1.0, num_targets))
-    terms = {"perplexity": (total.detach() / count).exp(), "accuracy": correct / count}
-    return LossOutput(loss, terms)
+    count = max(1.0, len(label_P) if num_targets is None else num_targets)
+    return LossOutput(total / count, {"accuracy": correct / count})
 
 
 def _tile(state_pH: Tensor, label_p: Tensor, head: Head) -> tuple[Tensor, Tensor]:

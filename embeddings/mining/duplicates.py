@@ -273,6 +273,5 @@ def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: i
 
 def _hashes(texts: Iterable[str]) -> npt.NDArray[np.int64]:
     """A hash of each text that ignores case, white space and punctuation; a text without words is hashed whole."""
-    return np.array(
-        [text_hash(" ".join(_WORD.findall(canonical(text).casefold())) or text) for text in texts], dtype=np.int64
-    )
+    keys = (" ".join(_WORD.findall(canonical(text).casefold())) or text for text in texts)
+    return np.fromiter(map(text_hash, keys), np.int64)

@@ -35,7 +35,7 @@ from embeddings.common import (
     UserError,
 )
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.common.distributed import reduce_int
+from embeddings.common.distributed import mean_over_ranks
 from embeddings.common.protocols import KeepsArguments, RunData, as_config, run_data
 from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
@@ -150,13 +150,27 @@ class BaseModule(KeepsArguments, L.LightningModule):
             progress.increment_started()
         torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Raise on all ranks if the loss of any rank is NaN or infinite, by one all-reduce."""
-        is_finite = bool(torch.isfinite(loss))
-        if reduce_int(int(is_finite), "min", loss.device):
-            return
-        problem = f"loss is {loss.item()}" if not is_finite else "loss of another rank is NaN or infinite"
+    def check_loss(self, output: LossOutput) -> dict[str, Tensor]:
+        """The `loss` and its terms, as means over the ranks; raise on all ranks if the loss of any is not finite.
+
+        Distributed: one all-reduce.
+        """
+        means = mean_over_ranks({"loss": output.loss, **output.terms})
+        if torch.isfinite(means["loss"]):
+            return means
+        is_own = not torch.isfinite(output.loss)
+        problem = f"loss is {output.loss.item()}" if is_own else "loss of another rank is NaN or infinite"
         raise NumericError(f"{problem} at step {self.global_step}: no update was made")
+
+    def log_step(self, values: Mapping[str, Tensor], batch_size: int) -> None:
+        """Log a training step's values, which are equal on all ranks, as `train/NAME`."""
+        results: Any = self.trainer._results
+        for item in results.values():
+            # Otherwise Lightning would repeat the last value of a name that this step does not log.
+            if item.meta.fx == "training_step" and not item.meta.on_epoch:
+                item.reset()
+        for name, value in values.items():
+            self.log(f"train/{name}", value, prog_bar=name in ("loss", "level"), batch_size=batch_size)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Raise before the update if the gradient, which is the same on all ranks, is NaN or infinite.
@@ -424,11 +438,10 @@ class ContrastiveModule(BaseModule):
             is_last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
             strategy = training_strategy(self.trainer.strategy)
             output = strategy.gradcache_step(self.grad_cache, self, batch, self._backward_scale(), is_last)
-        self.check_loss(output.loss)
-        self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
-        self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
+        means = self.check_loss(output)
         if batch.negative_level:
-            self.log("train/level", float(batch.negative_level), prog_bar=True, batch_size=len(batch))
+            means["level"] = torch.tensor(float(batch.negative_level))
+        self.log_step(means, len(batch))
         return output.loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:

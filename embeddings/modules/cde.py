@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
-from embeddings.common.distributed import is_distributed
+from embeddings.common.distributed import is_distributed, mean_over_ranks
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed, run_seed
 from embeddings.common.types import take_texts
@@ -255,7 +255,11 @@ class CDEModule(ContrastiveModule):
     ) -> LossOutput:
         """The contrastive loss of a full batch or, in the first `word_steps`, the word-prediction loss."""
         if self._phase != "words":
-            return super().loss_from_representations(query, candidate, batch)
+            output = super().loss_from_representations(query, candidate, batch)
+            # All ranks log the same terms, and a rank has at least as many documents as queries.
+            if self._context_MH is None or min(len(batch), self.embedder.num_context) < 2:
+                return output
+            return LossOutput(output.loss, {**output.terms, "context_spread": context_spread(self._context_MH)})
         assert self._words is not None
         fields, towers = ("input_ids_T", "pooling_mask_T", "lengths_N"), (batch.query, batch.candidate)
         texts = TokenBatch(*(torch.cat([getattr(tower, field) for tower in towers]) for field in fields))
@@ -324,19 +328,21 @@ class CDEModule(ContrastiveModule):
 
     @torch.no_grad()
     def _watch_context(self, batch: ContrastiveBatch) -> None:
-        """Log the influence of the context, and warn once if it has collapsed."""
+        """Measure the influence of the context at regular steps, and warn once if it has collapsed."""
         context_MH, previous_MH = self._context_MH, self._previous_context_MH
         self._previous_context_MH = context_MH
-        if context_MH is None or len(context_MH) < 2:
-            return
-        metrics = {"context_spread": context_spread(context_MH)}
         is_measured = (self.global_step + 1) % MEASURED_EVERY == 0
-        if is_measured and previous_MH is not None and not training_strategy(self.trainer.strategy).is_sharded:
+        if not is_measured or context_MH is None or min(len(batch), self.embedder.num_context) < 2:
+            return
+        metrics = {"spread": context_spread(context_MH)}
+        if previous_MH is not None and not training_strategy(self.trainer.strategy).is_sharded:
             metrics["context_sensitivity"] = self._sensitivity(batch, context_MH, previous_MH)
+        metrics = mean_over_ranks(metrics)
+        spread = float(metrics.pop("spread"))
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, batch_size=len(batch))
-        if is_measured and not self._has_warned and metrics["context_spread"] < COLLAPSED_SPREAD:
+        if not self._has_warned and spread < COLLAPSED_SPREAD:
             self._has_warned = True
-            logger.warning(_COLLAPSED, self.global_step, 1.0 - float(metrics["context_spread"]))
+            logger.warning(_COLLAPSED, self.global_step, 1.0 - spread)
 
     def _sensitivity(self, batch: ContrastiveBatch, context_MH: Tensor, other_MH: Tensor) -> Tensor:
         """One minus the mean cosine between some texts' vectors with one context and with another, ()."""

@@ -228,10 +228,8 @@ class MaskedLMModule(BaseModule):
         """The mean cross-entropy of one batch's targets."""
         counts = gather_counts(len(batch), self.device)
         output = self.score(batch, num_targets=sum(counts) / len(counts))
-        self.check_loss(output.loss)
-        size = max(1, len(batch))
-        self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=size)
-        self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=size)
+        means = self.check_loss(output)
+        self.log_step({**means, "perplexity": means["loss"].exp()}, max(1, len(batch)))
         return output.loss
 
     def score(self, batch: Prediction, num_targets: float | None = None) -> LossOutput:

@@ -209,8 +209,8 @@ def test_scored_pairs_and_labelled_texts_are_parsed_with_these_names_too():
         ),
         (
             {"anchor": "q", "positive": "p", "label": 1},
-            "'label' beside anchor may mark which pairs match; set conversion: sts for scored pairs, or, if all pairs match, "
-            "columns: {query: anchor, positive: positive, label: null}",
+            "'label' beside anchor may mark which pairs match; set conversion: sts for scored pairs, or, if all pairs "
+            "match, columns: {query: anchor, positive: positive, label: null}",
         ),
         (
             {"query": "q", "pos": ["p"], "neg": ["n"], "pos_scores": [1], "neg_scores": [1, 2]},
