@@ -27,6 +27,8 @@ class BatchNeeds:
         gathers_candidates: Whether the loss gathers the candidates of all ranks.
         sampler: The batch sampler that the method needs, None for any.
         without_sampler: The warning for another sampler: its disadvantage, and a hint.
+        masks_text, masks_class: Whether candidates with the query's text or label are masked.
+        only_hard_negatives: Whether the loss is 0 without hard negatives, in-batch negatives or not.
         teacher_tokens: Tokenises texts in a role for the module's teacher; None without a teacher.
     """
 
@@ -35,6 +37,9 @@ class BatchNeeds:
     sampler: str | None = None
     without_sampler: str = ""
     teacher_tokens: Callable[[Sequence[str], TextRole], TokenBatch] | None = None
+    masks_text: bool = True
+    masks_class: bool = True
+    only_hard_negatives: bool = False
 
 
 @runtime_checkable

@@ -9,39 +9,89 @@ import numpy as np
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.process import logger
 from embeddings.common.protocols import BatchNeeds
-from embeddings.common.text import TextSettings
+from embeddings.common.text import TextSettings, canonical, shorten
 from embeddings.data.dataset import SourceDataset
 from embeddings.data.records import NUM_LEVELS
 from embeddings.data.sources import SourceConfig
 from embeddings.data.tokenize import TextTokenizer
 
+# Labels that usually tell whether a pair matches, and are no classes.
+_MATCH_MARKS = frozenset(("0", "1", "-1", "0.0", "1.0", "-1.0", "true", "false"))
+# Rows whose queries are compared, and the share of masked in-batch negatives that is worth a warning.
+_NUM_COMPARED, _LARGE_SHARE = 1024, 0.05
 
-def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int) -> None:
-    """Refuse sources that cannot have negatives, before any is read: their loss is 0 and has no gradient."""
+
+def check_negatives_asked_for(
+    sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int, num_queries: int
+) -> None:
+    """Refuse sources that cannot have negatives, before any is read: their loss is 0 and has no gradient.
+
+    `num_queries` is the number of queries whose candidates a batch compares, over the ranks that are gathered.
+    """
     for source in sources:
-        if _has_in_batch(source, needs):
+        if _has_in_batch(source, needs, num_queries):
             continue
         if num_negatives == 0:
-            raise _without_negatives(source, needs, "set data.num_negatives to 1 or more")
+            raise _without_negatives(source, needs, num_queries, "set data.num_negatives to 1 or more")
         if source.conversion == "sts":
             fix = "mine negatives for it (`mine --conversion sts`) and train on the output as pairs"
-            raise _without_negatives(source, needs, fix)
+            raise _without_negatives(source, needs, num_queries, fix)
 
 
-def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
+def check_labels(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
+    """Refuse pairs whose labels are no classes; warn if their classes mask many in-batch negatives."""
+    for source in sources:
+        labels, name = source.cached.labels, source.config.name
+        if source.config.conversion != "pairs" or not labels:
+            continue
+        if _MATCH_MARKS.issuperset(label.casefold() for label in labels):
+            what = f"its labels are {' and '.join(labels)}, as if they marked which pairs match; every row is a match"
+            fix = "remove rows that do not match, or make them negatives, and set columns: {label: null}"
+            raise InputError(f"source {name!r}", what, f"{fix}; write classes as words")
+        if not needs.masks_class or not _has_in_batch(source.config, needs, num_queries=2):
+            continue
+        if len(labels) == 1:
+            what = f"all labelled rows have the label {labels[0]!r}, so none is a negative of another"
+            fix = "set columns: {label: null}, or mask_same_class: false of the loss"
+            raise InputError(f"source {name!r}", what, fix)
+        label_N = source.cached.table.labels()
+        share = float(np.square(np.bincount(label_N[label_N >= 0]) / len(label_N)).sum())
+        if share >= _LARGE_SHARE:
+            what = f"its {len(labels)} labels mask about {share:.0%} of its in-batch negatives"
+            logger.warning("source %s: %s; columns: {label: null} keeps them", name, what)
+
+
+def check_negatives_found(
+    sources: Sequence[SourceDataset], needs: BatchNeeds, num_negatives: int, num_queries: int
+) -> None:
     """Refuse a converted source with neither in-batch nor hard negatives; warn of records without negatives."""
     for source in sources:
-        if source.config.conversion != "pairs" or _has_in_batch(source.config, needs):
+        if source.config.conversion != "pairs":
+            continue
+        if _has_in_batch(source.config, needs, num_queries):
+            if len(sources) == 1 and needs.masks_text:
+                _check_queries_differ(source, num_negatives)
             continue
         total = len(source.cached.table)
         count = sum(int(np.count_nonzero(levels_N == 0)) for levels_N in source.cached.table.row_levels())
         if count == total:
             alike = [name for name, field in source.cached.unused_columns.items() if field == "negatives"]
             mapped = f"map them with columns: {{negatives: {alike[0]}}}" if alike else ""
-            raise _without_negatives(source.config, needs, mapped or "give its records `negatives`, which `mine` finds")
+            fix = mapped or "give its records `negatives`, which `mine` finds"
+            raise _without_negatives(source.config, needs, num_queries, fix)
         if count:
             why = "have no negative, and without in-batch negatives they train nothing"
             logger.warning("source %s: %d of %d records %s", source.config.name, count, total, why)
+
+
+def _check_queries_differ(source: SourceDataset, num_negatives: int) -> None:
+    """Refuse the only source if its queries are one text and its records have no negatives."""
+    table = source.cached.table
+    rows = np.unique(np.linspace(0, len(table) - 1, _NUM_COMPARED, dtype=np.int64))
+    queries = set(map(canonical, table.queries(rows)))
+    if len(rows) > 1 and len(queries) == 1 and not (num_negatives and any(l_N.any() for l_N in table.row_levels())):
+        what = f"all rows have the query {shorten(queries.pop(), 40)!r}, so none is a negative of another"
+        raise InputError(f"source {source.config.name!r}", what, "map the column of the queries, or add `negatives`")
 
 
 def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_missing: bool) -> None:
@@ -84,14 +134,21 @@ def _first_without(source: SourceDataset, level: int) -> int:
     return int(np.concatenate(list(lacking)).argmax()) + 1
 
 
-def _has_in_batch(source: SourceConfig, needs: BatchNeeds) -> bool:
+def _has_in_batch(source: SourceConfig, needs: BatchNeeds, num_queries: int) -> bool:
+    if needs.only_hard_negatives or num_queries == 1:
+        return False
     return source.in_batch_negatives if needs.in_batch_negatives == "source" else needs.in_batch_negatives == "on"
 
 
-def _without_negatives(source: SourceConfig, needs: BatchNeeds, fix: str) -> InputError:
+def _without_negatives(source: SourceConfig, needs: BatchNeeds, num_queries: int, fix: str) -> InputError:
     what = "has neither in-batch nor hard negatives, so its loss is 0 and trains nothing"
-    forced = needs.in_batch_negatives == "off"
-    switch = "model.loss.in_batch_negatives: source" if forced else "in_batch_negatives: true"
+    if needs.only_hard_negatives:
+        what, switch = "has no hard negatives, without which its loss is 0", "a contrastive_weight above 0"
+    elif num_queries == 1:
+        switch = "a larger data.batch_size"
+    else:
+        forced = needs.in_batch_negatives == "off"
+        switch = "model.loss.in_batch_negatives: source" if forced else "in_batch_negatives: true"
     return InputError(f"source {source.name!r}", what, f"{fix}, or set {switch}")
 
 
@@ -102,11 +159,16 @@ def warn_of_unused_columns(source: SourceDataset, num_negatives: int) -> None:
     if not unused:
         return
     # The first column that resembles each field; a score has no field (see `Facts.unused_columns`).
-    first = {field: name for name, field in reversed(unused.items()) if field}
-    mapping = ", ".join(f"{field}: {first[field]}" for field in dict.fromkeys(unused.values()) if field)
+    fields = [field for field in dict.fromkeys(unused.values()) if field not in ("", "label", "scores")]
+    first = {field: name for name, field in reversed(unused.items())}
+    mapping = ", ".join(f"{field}: {first[field]}" for field in fields)
     fixes = [f"to use one, map it: columns: {{{mapping}}}"] if mapping else []
     if "" in unused.values():
         fixes.append("a score is used only with conversion: sts")
+    if "label" in unused.values():
+        fixes.append("a mapped label removes pairs of its class from each other's negatives")
+    if "scores" in unused.values():
+        fixes.append("scores of each side are used without columns, or map one list as scores")
     logger.warning("source %s: columns not used: %s; %s", source.config.name, ", ".join(unused), "; ".join(fixes))
 
 

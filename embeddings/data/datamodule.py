@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from embeddings.common.distributed import planned_place
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.io import check_manifest, check_regular_files
 from embeddings.common.process import STOP_SIGNALS, block_signals, logger
@@ -26,6 +27,7 @@ from embeddings.common.random import run_seed
 from embeddings.common.text import TextSettings, check_tokenizer_files, load_tokenizer_files
 from embeddings.data.checks import (
     check_instruction,
+    check_labels,
     check_levels,
     check_negatives_asked_for,
     check_negatives_found,
@@ -372,7 +374,9 @@ class EmbeddingDataModule(PlannedDataModule):
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
         """Check files, plan and prompts as far as possible before sources are read, which may take hours."""
-        check_negatives_asked_for(self.sources, batch_needs(module), self.num_negatives)
+        needs = batch_needs(module)
+        num_queries = self.batch_size * (trainer.world_size if needs.gathers_candidates else 1)
+        check_negatives_asked_for(self.sources, needs, self.num_negatives, num_queries)
         check_files(self.sources)
         for source in self.sources:
             if source.surrogate_vectors is not None:
@@ -383,10 +387,12 @@ class EmbeddingDataModule(PlannedDataModule):
     def prepare_data(self) -> None:
         """Convert new sources, on one rank, and check that they suit the plan."""
         needs = batch_needs(self._trained_module)
-        check_negatives_asked_for(self.sources, needs, self.num_negatives)
+        num_queries = self.batch_size * (planned_place()[1] if needs.gathers_candidates else 1)
+        check_negatives_asked_for(self.sources, needs, self.num_negatives, num_queries)
         self.setup()
         sources = self.mixture.sources
-        check_negatives_found(sources, needs)
+        check_negatives_found(sources, needs, self.num_negatives, num_queries)
+        check_labels(sources, needs)
         plan = self._plan()
         if isinstance(plan, CurriculumBatchSampler):
             check_levels(sources, plan.levels, allow_missing=plan.missing_level == "coarser")

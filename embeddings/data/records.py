@@ -232,7 +232,7 @@ class _Row:
 
     def __init__(self, fields: Mapping[str, Any], columns: Columns, where: str, wanted: tuple[str, ...]) -> None:
         self.fields, self.columns, self.where = fields, columns, where
-        self.substitutes: Mapping[str, tuple[str, ...]] = {} if columns else substitute_columns(fields, wanted)
+        self.substitutes = {} if any(columns.values()) else substitute_columns(fields, wanted)
 
     def required(self, field: str, read: Read[T]) -> T:
         """The parsed value of a field that must be present."""
@@ -277,7 +277,8 @@ class _Row:
     def refuse_scores(self) -> None:
         """Refuse a pair with a similarity score or label beside guessed columns: it may be a negative pair."""
         pair = [name for field in ("query", "positive") for name in self.substitutes.get(field, ())]
-        scores = pair and [name for name in ("score", "label", "similarity") if self.fields.get(name) is not None]
+        names = [name for name in ("score", "label", "similarity") if self.columns.get(name, name) is not None]
+        scores = pair and [name for name in names if self.fields.get(name) is not None]
         if scores:
             what = f"{scores[0]!r} beside {' and '.join(pair)} may mark which pairs match"
             first = {field: self.substitutes.get(field, (field,))[0] for field in ("query", "positive")}

@@ -112,7 +112,7 @@ class Facts:
         for number, row in enumerate(rows):
             if number < _NUM_COLUMN_ROWS:
                 self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
-                substitutes = {} if config.columns else substitute_columns(row.fields, wanted)
+                substitutes = {} if any(config.columns.values()) else substitute_columns(row.fields, wanted)
                 self.substitutes |= {name: field for field, names in substitutes.items() for name in names}
             yield row
 

@@ -154,6 +154,10 @@ class MarginMSE(Distillation):
 
     takes_scores = True
 
+    @property
+    def only_hard_negatives(self) -> bool:  # type: ignore[override]
+        return self.contrastive_weight == 0
+
     def __init__(self, score_scale: float = 1.0, alpha: float = 1.0, **options: Any) -> None:
         super().__init__(alpha, **options)
         if not 0 < score_scale < math.inf:

@@ -25,7 +25,15 @@ from embeddings.losses.masks import (
     surrogate_false_negatives,
     surrogate_vectors,
 )
-from embeddings.losses.tiles import ExcludeInPlace, Similarity, WidthScores, comparable, tiled_cross_entropies
+from embeddings.losses.tiles import (
+    ExcludeInPlace,
+    Similarity,
+    WidthScores,
+    comparable,
+    row_tiles,
+    scores_at_once,
+    tiled_cross_entropies,
+)
 
 
 class InfoNCE(KeepsArguments, nn.Module):
@@ -65,6 +73,8 @@ class InfoNCE(KeepsArguments, nn.Module):
     widths: tuple[int, ...] = ()
     # Whether the loss distils a teacher, and whether the records' `scores` can replace the teacher's vectors.
     has_teacher = takes_scores = False
+    # Whether only hard negatives have an effect.
+    only_hard_negatives = False
     # Teacher model that computes its vectors in each step; None if the batches carry them.
     teacher: str | None = None
 
@@ -131,6 +141,22 @@ class InfoNCE(KeepsArguments, nn.Module):
 
     def check_width(self, embedding_dim: int) -> None:
         """Check that the loss supports vectors of this width; InfoNCE supports any."""
+
+    @torch.no_grad()
+    def masked_counts(self, batch: ContrastiveBatch) -> Tensor:
+        """Numbers of this rank's in-batch negatives, (2,) float32: those that the masks remove, and all.
+
+        Distributed: the gathers of the keys, as in the loss.
+        """
+        masking = self._masking(batch)
+        query, owner_C, device = masking.query, masking.candidate.owner_C, batch.in_batch_B.device
+        counts = torch.zeros(2, device=device)
+        for rows in row_tiles(len(batch), len(owner_C), scores_at_once(self.tile_size, device)):
+            is_in_batch_rC = query.in_batch_Q[rows, None] & (owner_C != query.index_Q[rows, None])
+            score_rC = torch.zeros(is_in_batch_rC.shape, device=device)
+            masking.exclude_candidates_(score_rC, rows)
+            counts += torch.stack([(score_rC.isneginf() & is_in_batch_rC).sum(), is_in_batch_rC.sum()])
+        return counts
 
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]

@@ -36,6 +36,7 @@ from embeddings.common import (
 )
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import mean_over_ranks
+from embeddings.common.process import logger
 from embeddings.common.protocols import KeepsArguments, RunData, as_config, run_data
 from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
@@ -58,6 +59,11 @@ PoolingFactory = Callable[[int], Pooling]
 # Checkpoint keys of weights. Lightning's `WeightAveraging` stores the average under the first, and the model's own
 # weights under the second.
 _WEIGHTS = ("state_dict", "current_model_state")
+# Batches after which a run stops if none had a negative.
+FIRST_BATCHES = 10
+NO_NEGATIVES_HINT = (
+    "give records `negatives`, raise data.batch_size, or, if all pairs have one label or one query text, correct them"
+)
 
 
 class BaseModule(KeepsArguments, L.LightningModule):
@@ -69,6 +75,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
         super().__init__()
+        # A method's default is not in its signature: the parser would merge its arguments into a user's optimiser.
         # Callbacks that average weights deep-copy the module. A config's factory refers to its parser, which cannot be
         # copied; a deep copy shares the lambda instead.
         self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
@@ -354,6 +361,7 @@ class ContrastiveModule(BaseModule):
         self.loss = loss
         self.vector_teacher: VectorTeacher | None = None
         self.grad_cache: GradCache | None = None
+        self._first_batches: list[Tensor] | None = []
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -364,7 +372,14 @@ class ContrastiveModule(BaseModule):
     def batch_needs(self) -> BatchNeeds:
         """The requirements of the loss on batches."""
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
-        needs = BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
+        needs = BatchNeeds(
+            self.loss.in_batch_negatives,
+            gathers,
+            *self.made_for,
+            masks_text=self.loss.mask_same_text,
+            masks_class=self.loss.mask_same_class,
+            only_hard_negatives=self.loss.only_hard_negatives,
+        )
         teacher = self.vector_teacher
         return needs if teacher is None else replace(needs, teacher_tokens=teacher.tokens)
 
@@ -398,6 +413,7 @@ class ContrastiveModule(BaseModule):
         machine, so the other ranks load their teachers here.
         """
         if stage == "fit":
+            self._first_batches = []
             self.load_teachers()
         data = run_data(self.trainer)
         if data is not None and data.text is not None:
@@ -439,10 +455,37 @@ class ContrastiveModule(BaseModule):
             strategy = training_strategy(self.trainer.strategy)
             output = strategy.gradcache_step(self.grad_cache, self, batch, self._backward_scale(), is_last)
         means = self.check_loss(output)
+        if self._first_batches is not None and "no_negative_fraction" in means:
+            self._watch_negatives(batch, means)
         if batch.negative_level:
             means["level"] = torch.tensor(float(batch.negative_level))
         self.log_step(means, len(batch))
         return output.loss
+
+    def _watch_negatives(self, batch: ContrastiveBatch, means: Mapping[str, Tensor]) -> None:
+        """After the first batches, log the share of in-batch negatives that are masked, or stop if nothing is trained.
+
+        Nothing is trained if the loss of all these batches is 0, or no query has a negative and there is no teacher.
+        """
+        assert self._first_batches is not None
+        if self.vector_teacher is not None and self.loss.false_negative_filter is not None:
+            batch = self.vector_teacher.with_vectors(batch)
+        removed, total = self.loss.masked_counts(batch).unbind()
+        counts = mean_over_ranks({"removed": removed, "total": total})
+        zero = torch.zeros_like(means["loss"])
+        is_useless = (means["no_negative_fraction"] == 1) & (means.get("distillation", zero) == 0)
+        is_useless |= means["loss"] == 0
+        self._first_batches.append(torch.stack([counts["removed"], counts["total"], is_useless.float()]))
+        if len(self._first_batches) < min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES):
+            return
+        removed_N, total_N, useless_N = torch.stack(self._first_batches).T.tolist()
+        number, self._first_batches = len(useless_N), None
+        if all(useless_N):
+            what = f"in the first {number} batches the loss is 0 or no query has a negative, so nothing is trained"
+            raise InputError("data.sources", what, NO_NEGATIVES_HINT)
+        if sum(total_N) and self.trainer.is_global_zero:
+            line = "%.1f %% of the in-batch negatives of the first %d batches are masked (text, label or filter)"
+            logger.info(line, 100 * sum(removed_N) / sum(total_N), number)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear gradients, except under GradCache, whose gradients exist before Lightning calls this method."""

@@ -8,11 +8,13 @@ from embeddings.common import InputError, OptionError, TextSettings, instruction
 from embeddings.common.protocols import BatchNeeds
 from embeddings.data import SourceConfig
 from embeddings.data.checks import (
+    check_labels,
     check_levels,
     check_negatives_asked_for,
     check_negatives_found,
     check_prompts,
     warn_of_unnamed_prompts,
+    warn_of_unused_columns,
     with_source_prompts,
 )
 from embeddings.data.tokenize import TextTokenizer
@@ -82,29 +84,93 @@ NEEDS = {forced: BatchNeeds(in_batch_negatives=forced) for forced in ("source", 
 def test_a_source_that_may_have_no_negative_is_refused_before_it_is_read(options, needs, num_negatives, message):
     sources = [SourceConfig("fine", "fine.jsonl"), SourceConfig("lonely", "lonely.jsonl", **options)][message is None :]
     if message is None:
-        check_negatives_asked_for(sources, NEEDS[needs], num_negatives)
+        check_negatives_asked_for(sources, NEEDS[needs], num_negatives, 8)
         return
     start = r"source '(lonely|fine)': has neither in-batch nor hard negatives, so its loss is 0 and trains nothing; "
-    refused(InputError, f"{start}.*{message}", check_negatives_asked_for, sources, NEEDS[needs], num_negatives)
+    refused(InputError, f"{start}.*{message}", check_negatives_asked_for, sources, NEEDS[needs], num_negatives, 8)
+
+
+def test_one_query_in_a_batch_or_a_loss_of_hard_negatives_alone_has_no_in_batch_negatives(tmp_path):
+    (config,) = [SourceConfig("s", "s.jsonl")]
+    says = r"source 's': has neither .*set data.num_negatives to 1 or more, or set a larger data.batch_size"
+    refused(InputError, says, check_negatives_asked_for, [config], NEEDS["source"], 0, 1)
+    check_negatives_asked_for([config], NEEDS["source"], 1, 1)
+    hard = replace(NEEDS["on"], only_hard_negatives=True)
+    says = "has no hard negatives, without which its loss is 0; .*, or set a contrastive_weight above 0"
+    refused(InputError, says, check_negatives_asked_for, [config], hard, 0, 8)
+    refused(InputError, says, check_negatives_found, [source(tmp_path, pairs(3))], hard, 7, 8)
+
+
+def with_labels(folder, *labels, **options):
+    rows = [row | {"label": label} for row, label in zip(pairs(len(labels)), labels, strict=True)]
+    return [source(folder, rows, **options)]
+
+
+@pytest.mark.parametrize("labels", [(1, 1), (True, True), (0, 1, None), ("True", "false"), ("1.0", "0.0"), (-1, 1)])
+def test_labels_that_mark_matching_pairs_are_refused_with_a_way_out(labels, tmp_path):
+    says = r"source 'source': its labels are .* marked which pairs match; every row is a match; remove rows that do not"
+    for needs in NEEDS.values():
+        refused(InputError, says, check_labels, with_labels(tmp_path, *labels), needs)
+    check_labels(with_labels(tmp_path, *labels, columns={"label": None}), NEEDS["on"])
+
+
+def test_a_single_label_of_pairs_is_refused_if_it_masks_in_batch_negatives(tmp_path):
+    (one,) = with_labels(tmp_path, "a", "a ", None)
+    says = "source 'source': all labelled rows have the label 'a', so none is a negative .*; set columns: {label: null}"
+    refused(InputError, says, check_labels, [one], NEEDS["source"])
+    for needs in (NEEDS["off"], replace(NEEDS["on"], masks_class=False)):
+        check_labels([one], needs)
+
+
+def test_the_share_of_in_batch_negatives_that_classes_mask_is_reported(tmp_path, caplog):
+    needs = NEEDS["source"]
+    check_labels(with_labels(tmp_path, *"aabb", None, None, None, None, None, None, name="few"), needs)
+    expected = "source few: its 2 labels mask about 8% of its in-batch negatives; columns: {label: null} keeps them"
+    assert caplog.messages == [expected]
+    check_labels(with_labels(tmp_path, *"abcdefghijklmnopqrstuvwxyz", name="many"), needs)
+    check_labels([source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")], needs)
+    assert len(caplog.messages) == 1
+
+
+def test_the_only_source_must_not_have_one_query_for_all_rows(tmp_path):
+    needs, rows = NEEDS["source"], [row | {"query": f"same{' ' * (i % 2)}"} for i, row in enumerate(pairs(9))]
+    same = source(tmp_path, rows, name="same")
+    says = "source 'same': all rows have the query 'same', so none is a negative of another; map the column"
+    refused(InputError, says, check_negatives_found, [same], needs, 7, 8)
+    check_negatives_found([same, source(tmp_path, pairs(3))], needs, 7, 8)
+    check_negatives_found([same], replace(needs, masks_text=False), 7, 8)
+    mined = source(tmp_path, [row | {"negatives": ["n"]} for row in rows], name="mined")
+    check_negatives_found([mined], needs, 1, 8)
+    refused(InputError, "all rows have the query", check_negatives_found, [mined], needs, 0, 8)
+
+
+def test_an_unused_class_column_is_not_suggested_as_a_label(tmp_path, caplog):
+    row = {**pairs(1)[0], "category": "c", "neg": "n", "pos_scores": [1]}
+    warn_of_unused_columns(source(tmp_path, [row], columns={"query": "query"}), 7)
+    assert caplog.messages == [
+        "source source: columns not used: category, neg, pos_scores; to use one, map it: columns: {negatives: neg}; "
+        "a mapped label removes pairs of its class from each other's negatives; "
+        "scores of each side are used without columns, or map one list as scores"
+    ]
 
 
 def test_pairs_without_hard_or_in_batch_negatives_are_refused(tmp_path, caplog):
     off, rows = {"in_batch_negatives": False}, [{**pairs(1)[0], "negative": "n"}]
     lonely = source(tmp_path, pairs(3), name="lonely", **off)
     says = "source 'lonely': has neither .*give its records `negatives`, which `mine`"
-    refused(InputError, says, check_negatives_found, [lonely], NEEDS["source"])
+    refused(InputError, says, check_negatives_found, [lonely], NEEDS["source"], 7, 8)
     triplets = source(tmp_path, rows, name="triplets", columns={"query": "query"}, **off)
     says = r"map them with columns: \{negatives: negative\}, or set in_batch_negatives"
-    refused(InputError, says, check_negatives_found, [triplets], NEEDS["source"])
-    check_negatives_found([source(tmp_path, rows, name="taken", **off)], NEEDS["source"])
-    check_negatives_found([lonely], NEEDS["on"])
-    check_negatives_found([source(tmp_path, pairs(3), name="in-batch")], NEEDS["source"])
+    refused(InputError, says, check_negatives_found, [triplets], NEEDS["source"], 7, 8)
+    check_negatives_found([source(tmp_path, rows, name="taken", **off)], NEEDS["source"], 7, 8)
+    check_negatives_found([lonely], NEEDS["on"], 7, 8)
+    check_negatives_found([source(tmp_path, pairs(3), name="in-batch")], NEEDS["source"], 7, 8)
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
-    check_negatives_found([classes], NEEDS["off"])
+    check_negatives_found([classes], NEEDS["off"], 7, 8)
     # Records without negatives are counted.
     caplog.clear()
     some = source(tmp_path, graded(2), pairs(3), [{**pairs(1)[0], "negatives": ["plain"]}], **off)
-    check_negatives_found([some], NEEDS["source"])
+    check_negatives_found([some], NEEDS["source"], 7, 8)
     assert caplog.messages == [
         "source source: 3 of 6 records have no negative, and without in-batch negatives they train nothing"
     ]
