@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -165,7 +166,7 @@ class CDEModule(ContrastiveModule):
         context: ContextSettings = ContextSettings(),
         first_stage_training: FirstStageTraining = FirstStageTraining(),
         loss: InfoNCE | None = None,
-        optimizer: OptimizerFactory = lambda params: torch.optim.Adam(params, lr=2e-5),
+        optimizer: OptimizerFactory | None = None,
         schedule: Schedule = Schedule(warmup_steps=1000),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
@@ -199,6 +200,7 @@ class CDEModule(ContrastiveModule):
                 compile_layers(model)
         embedder.slots.dropout_fraction = context.dropout_fraction
         embedder.first_stage.max_length = context.max_length
+        optimizer = optimizer or partial(torch.optim.Adam, lr=2e-5)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
         self.context = context
         self.first_stage_training = first_stage_training

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import lightning as L
@@ -178,10 +179,11 @@ class MaskedLMModule(BaseModule):
         lora: LoraSettings | None = None,
         head: HeadSettings = HeadSettings(),  # noqa: B008 - frozen
         separate_documents: bool = False,
-        optimizer: OptimizerFactory = lambda params: torch.optim.AdamW(params, lr=5e-5, weight_decay=0.0),
+        optimizer: OptimizerFactory | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - frozen
         seed: int | None = None,
     ) -> None:
+        optimizer = optimizer or partial(torch.optim.AdamW, lr=5e-5, weight_decay=0.0)
         super().__init__(optimizer, schedule, seed)
         seed = run_seed(seed)
         source = _source(objective, backbone, from_scratch, masking)

@@ -1,5 +1,7 @@
 """MGH: hard negatives of four granularities, from easy to hard, and pooling weighted by attention."""
 
+from functools import partial
+
 import torch
 
 from embeddings.losses import InfoNCE
@@ -45,7 +47,7 @@ class MGHCurriculumModule(ContrastiveModule):
         pooling: PoolingFactory = AnchorTokenPooling,
         lora: LoraSettings | None = None,
         loss: InfoNCE | None = None,
-        optimizer: OptimizerFactory = lambda params: torch.optim.Adam(params, lr=2e-5),
+        optimizer: OptimizerFactory | None = None,
         schedule: Schedule = Schedule(warmup_steps=300),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
@@ -53,4 +55,5 @@ class MGHCurriculumModule(ContrastiveModule):
     ) -> None:
         usual = "MGH uses AnchorTokenPooling without arguments"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
+        optimizer = optimizer or partial(torch.optim.Adam, lr=2e-5)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

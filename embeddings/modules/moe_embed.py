@@ -1,5 +1,6 @@
 """Nomic Embed v2: a mixture-of-experts encoder, InfoNCE, and a load-balancing loss over the full global batch."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class MoEEmbedModule(ContrastiveModule):
         load_balancing: LoadBalancing | None = LoadBalancing(),  # noqa: B008 - frozen
         expert_backend: BackendName = "grouped_mm",
         loss: InfoNCE | None = None,
-        optimizer: OptimizerFactory = lambda params: torch.optim.AdamW(params, lr=8e-5, weight_decay=0.01),
+        optimizer: OptimizerFactory | None = None,
         schedule: Schedule = Schedule(warmup_steps=1000, decay="cosine"),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
@@ -90,6 +91,7 @@ class MoEEmbedModule(ContrastiveModule):
             rule = "has no effect on a model without experts"
             raise OptionError("model.load_balancing", load_balancing, rule, "set it to null, or set model.upcycling")
         set_expert_backend(embedder.backbone, expert_backend)
+        optimizer = optimizer or partial(torch.optim.AdamW, lr=8e-5, weight_decay=0.01)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
         self.load_balancing = load_balancing
         self.moe_layers = moe_layers(embedder.backbone)

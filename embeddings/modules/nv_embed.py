@@ -1,6 +1,7 @@
 """NV-Embed: a decoder without its causal mask, latent-attention pooling, two-stage instruction tuning."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class NVEmbedModule(ContrastiveModule):
         pooling: PoolingFactory = LatentAttentionPooling,
         lora: LoraSettings | None = None,
         loss: InfoNCE | None = None,
-        optimizer: OptimizerFactory = lambda params: torch.optim.AdamW(params, lr=2e-5, weight_decay=0.03),
+        optimizer: OptimizerFactory | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
@@ -71,6 +72,7 @@ class NVEmbedModule(ContrastiveModule):
             raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
         usual = "NV-Embed uses 512 latents and 8 heads"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
+        optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-5, weight_decay=0.03)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
         self.distillation = distillation
         self.teacher: LayerTeacher | None = None

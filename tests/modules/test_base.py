@@ -1,10 +1,13 @@
 """The training step, precision and checks that all methods share, and the models that they start from."""
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from embeddings import modules
 from embeddings.common import ContrastiveStep, InputError, OptionError, TextSettings, UserError
 from embeddings.models import (
     AnchorTokenPooling,
@@ -15,8 +18,8 @@ from embeddings.models import (
     MeanPooling,
 )
 from embeddings.modules import ContrastiveModule
-from embeddings.modules.base import PoolingFactory, build_embedder
-from tests.data.rows import write_jsonl
+from embeddings.modules.base import BaseModule, PoolingFactory, build_embedder
+from tests.data.rows import pairs, write_jsonl
 from tests.helpers.contrastive import relative_error
 from tests.helpers.runs import component, fit, float16_on_cpu, run_config
 from tests.models.reading import random_tokens
@@ -71,6 +74,34 @@ def test_dropout_is_on_while_training_and_follows_from_the_step(tmp_path):
     assert len(seen) == 2
     assert all(flags and all(flags) for flags in seen)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_an_optimizer_of_the_config_has_the_defaults_of_its_class(tmp_path):
+    """The parser would merge the arguments of a default in the signature into those of the config."""
+    methods = [getattr(modules, name) for name in modules.__all__]
+    options = [
+        inspect.signature(method).parameters["optimizer"] for method in methods if issubclass(method, BaseModule)
+    ]
+    assert [option.default for option in options if option.default is not option.empty] == [None] * 5
+    config = run_config(tmp_path)
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    for optimizer, decay in ((component("torch.optim.AdamW", lr=1e-3), 0.01), (None, 0.03)):
+        config["model"]["init_args"]["optimizer"] = optimizer
+        model = fit(tmp_path, config, "--trainer.max_steps", "0").model
+        assert model.optimizer_config()["init_args"]["weight_decay"] == decay
+
+
+def test_the_share_of_masked_negatives_is_logged_once(tmp_path, caplog):
+    config = run_config(tmp_path, num_negatives=0)
+    rows = [row | {"label": "ab"[i % 2]} for i, row in enumerate(pairs(40))]
+    config["data"]["init_args"]["sources"][0]["path"] = str(write_jsonl(tmp_path / "labels.jsonl", rows))
+    with caplog.at_level("INFO", logger="embeddings"):
+        fit(tmp_path, config)
+    shares = [re.match(r"(\S+) % of the in-batch negatives of the first 4 batches", line) for line in caplog.messages]
+    (share,) = filter(None, shares)
+    # Of 8 pairs, 4 have each label on average, so 3 of 7 negatives are masked.
+    assert 30 < float(share[1]) < 70
+    assert any("its 2 labels mask about 50% of its in-batch negatives" in line for line in caplog.messages)
 
 
 def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
