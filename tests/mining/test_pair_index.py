@@ -34,7 +34,8 @@ def reference(rows, corpus):
     documents, positives = {}, []
     for row in rows:
         texts = row["positive"] if isinstance(row["positive"], list) else [row["positive"]]
-        positives.append([documents.setdefault(text.strip(), len(documents)) for text in texts])
+        distinct = dict.fromkeys(text.strip() for text in texts)
+        positives.append([documents.setdefault(text, len(documents)) for text in distinct])
     for document in corpus:
         text = " ".join(part for part in (document.get("title", ""), document["text"]) if part).strip()
         if text and "\x00" not in text:

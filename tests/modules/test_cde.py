@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from embeddings.cli.main import main
-from embeddings.common import ContextualStep, ContrastiveBatch, OptionError, TokenBatch
+from embeddings.common import ContextualStep, ContrastiveBatch, InputError, OptionError, TokenBatch
+from embeddings.common.io import read_metrics
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.data.tokenize import TextTokenizer
@@ -237,7 +238,19 @@ def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
     config["trainer"] |= {"max_steps": 2, "callbacks": [CACHE]}
     assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] > 0.1
     config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"margin": 0.0}
-    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] == 0
+    with pytest.raises(InputError, match="in the first 2 batches the loss is 0 or no query has a negative"):
+        fit(tmp_path, config)
+
+
+def test_a_row_of_metrics_contains_only_values_of_its_step(tmp_path: Path) -> None:
+    config = cde_config(tmp_path)
+    config["model"]["init_args"]["first_stage_training"] = {"word_steps": 2}
+    fit(tmp_path, config)
+    (path,) = tmp_path.rglob("metrics.csv")
+    rows = list(read_metrics(path))
+    assert [bool(row["train/word_loss"]) for row in rows] == [True, True, False, False]
+    assert [bool(row["train/accuracy"]) for row in rows] == [False, False, True, True]
+    assert all(row["train/loss"] for row in rows)
 
 
 WORDS_THEN_FROZEN = {"word_steps": 2, "frozen_steps": None}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from embeddings.common.io import read_metrics
 from tests.helpers.processes import run_command
 from tests.helpers.runs import component, run_config, write_config, write_retrieval_folder
 
@@ -56,6 +57,39 @@ def test_a_resumed_run_exports_the_weights_of_ddp(strategy: dict[str, Any], tmp_
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=0, atol=2e-4)
+
+
+def logged(folder: Path, ranks: int, strategy: Any, *callbacks: dict[str, Any]) -> list[dict[str, float]]:
+    """The training metrics of each step of a run with eight pairs a step."""
+    folder.mkdir()
+    config = run_config(folder, batch_size=8 // ranks)
+    config["trainer"] |= {"max_steps": 3, "devices": ranks, "strategy": strategy, "callbacks": list(callbacks)}
+    fit(folder, config)
+    (path,) = folder.rglob("metrics.csv")
+    rows = [{name: float(row[name]) for name in row if name.startswith("train/")} for row in read_metrics(path)]
+    assert len(rows) == 3
+    assert {"train/loss", "train/accuracy", "train/positive_score"} <= rows[0].keys()
+    return rows
+
+
+CACHE = component("GradCacheCallback", mini_batch_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "callbacks"),
+    [
+        pytest.param(DDP, [], id="ddp"),
+        pytest.param(DDP, [CACHE], id="ddp, gradcache", marks=pytest.mark.slow),
+        pytest.param(FSDP2, [CACHE], id="fsdp2, gradcache", marks=pytest.mark.slow),
+        pytest.param(ZERO_3, [CACHE], id="zero 3, gradcache", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_log_the_values_of_one_rank_with_both_batches(
+    strategy: dict[str, Any], callbacks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    alone = logged(tmp_path / "one", 1, "auto", *callbacks)
+    for found, expected in zip(logged(tmp_path / "two", 2, strategy, *callbacks), alone, strict=True):
+        assert found == pytest.approx(expected, rel=2e-3)
 
 
 LEDGER = "tests.reliability.kills.Ledger"
