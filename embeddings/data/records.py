@@ -213,12 +213,13 @@ def _listed(text: str) -> tuple[list[Any] | None, bool]:
     """The list that a text writes out, None if it is no list, and whether it is JSON (otherwise Python)."""
     if not (text.lstrip().startswith("[") and text.rstrip().endswith("]")):
         return None, False
-    for is_json, parse in ((True, json.loads), (False, ast.literal_eval)):
+    parsers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval)
+    for parse in parsers:
         # Python warns of a backslash that is no escape sequence.
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = parse(text.strip())
-            return value if isinstance(value, list) else None, is_json
+            return value if isinstance(value, list) else None, parse is json.loads
     return None, False
 
 
@@ -232,7 +233,8 @@ class _Row:
 
     def __init__(self, fields: Mapping[str, Any], columns: Columns, where: str, wanted: tuple[str, ...]) -> None:
         self.fields, self.columns, self.where = fields, columns, where
-        self.substitutes = {} if any(columns.values()) else substitute_columns(fields, wanted)
+        is_mapped = any(columns.values())
+        self.substitutes: Mapping[str, tuple[str, ...]] = {} if is_mapped else substitute_columns(fields, wanted)
 
     def required(self, field: str, read: Read[T]) -> T:
         """The parsed value of a field that must be present."""
