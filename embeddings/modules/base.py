@@ -372,10 +372,8 @@ class ContrastiveModule(BaseModule):
     def batch_needs(self) -> BatchNeeds:
         """The requirements of the loss on batches."""
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
-        needs = BatchNeeds(
-            self.loss.in_batch_negatives,
-            gathers,
-            *self.made_for,
+        needs = replace(
+            BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for),
             masks_text=self.loss.mask_same_text,
             masks_class=self.loss.mask_same_class,
             only_hard_negatives=self.loss.only_hard_negatives,
