@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar, TQDMProgressBar
 from torch import nn
 
