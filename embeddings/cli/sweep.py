@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number, label, next_point, read_sweep
-from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, settings_hash, train
+from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, holder, runs_of, settings_hash, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.errors import refuse_given, require
 from embeddings.common.io import atomic_path, file_lock, require_own_output, write_json
@@ -163,23 +163,28 @@ def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> N
                 yield run
 
     if plan.search is not None and index is None:
-        train_each(plan, following(), is_array_task=False)
+        train_each(plan, following())
         return
     with handle_preemption():
         check_runs(plan, file, missing)
-    train_each(plan, missing, is_array_task=index is not None)
+    train_each(plan, missing)
 
 
-def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
+def train_each(plan: Sweep, runs: Iterable[Run]) -> None:
     """Train checked runs one after another; failed runs raise an error after the others are done.
 
     The sweep ends when a run ends with code 75: that run has requeued the job. If a signal arrives while no run can
     handle it, the sweep handles it.
     """
     codes: dict[int, int] = {}
+    busy: list[Run] = []
     with SignalForwarder() as forwarder:
         for run in runs:
-            codes[run.index] = code = train_alone(plan, run, forwarder, is_array_task)
+            code = train_alone(plan, run, forwarder)
+            if code is None:
+                busy.append(run)
+                continue
+            codes[run.index] = code
             if code == EXIT_RESUMABLE:
                 line = f"point {run.index} was stopped; run the same command again to resume"
                 raise PreemptedError(line if is_first_process() else "", code)
@@ -190,10 +195,13 @@ def train_each(plan: Sweep, runs: Iterable[Run], is_array_task: bool) -> None:
         which = ", ".join(f"point {index} with exit code {code}" for index, code in failed.items())
         fix = "see the lines above, then run the same command to train them again"
         raise RunFailed(f"{len(failed)} of {len(codes)} runs failed: {which}; {fix}", next(iter(failed.values())))
+    if busy:
+        what = f"{holder(busy[0].folder)} trains point {busy[0].index}"
+        raise InputError(str(busy[0].folder), what, "wait for it, then run the same command again")
 
 
-def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task: bool) -> int:
-    """Train a run unless another process trains it or has finished it; returns its exit code, 0 if it is skipped.
+def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder) -> int | None:
+    """Train a run unless another process trains it or has finished it; returns its exit code, or None.
 
     The first rank decides, while the other ranks already start. If it skips the run it fails, so that the launcher ends
     the waiting ranks: torchrun always, srun with `--kill-on-bad-exit=1`.
@@ -202,11 +210,8 @@ def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task
         return train(run, None, forwarder)
     with exclusive(run.folder) as lock:
         if lock is None:
-            if is_array_task:
-                fix = "wait for it, then run the same command again"
-                raise InputError(str(run.folder), f"another process trains point {run.index}", fix)
-            print(f"{title(plan, run)}: another process trains it", flush=True)
-            return 0
+            print(f"{title(plan, run)}: {holder(run.folder)} trains it", flush=True)
+            return None
         if run.status == "done":
             if num_processes() > 1:
                 what = f"another process has just finished point {run.index}"

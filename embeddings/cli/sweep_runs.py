@@ -1,17 +1,21 @@
 """The runs of a sweep: their folders, commands, training and records."""
 
+import ctypes
 import fcntl
 import hashlib
 import json
 import math
+import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -106,7 +110,15 @@ def exclusive(folder: Path) -> Iterator[int | None]:
         except BlockingIOError:
             yield None
         else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
             yield file.fileno()
+
+
+def holder(folder: Path) -> str:
+    """The process that has the lock on a run's folder, in words."""
+    return (folder / ".lock").read_text(encoding="utf-8", errors="replace").strip() or "another process"
 
 
 def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
@@ -216,7 +228,8 @@ class SignalForwarder:
         if self.received:
             return 128 + self.received[0]
         # A separate process group: Ctrl-C reaches the run only once, from here, and does not kill a run that is saving.
-        self._process = subprocess.Popen(words, pass_fds=tuple(inherited), process_group=0)
+        ends = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
+        self._process = subprocess.Popen(words, pass_fds=tuple(inherited), process_group=0, preexec_fn=ends)
         while self._early:
             self._process.send_signal(self._early.pop(0))
         code = self._process.wait()
@@ -229,3 +242,15 @@ class SignalForwarder:
             self._early.append(signal.Signals(number))
         else:
             self._process.send_signal(number)
+
+
+_LIBC = ctypes.CDLL(None)
+# The option's number in Linux's sys/prctl.h.
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this new process when its parent is killed; no other process would end it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +21,9 @@ from embeddings.cli.main import main
 from embeddings.cli.sweep_runs import FORWARDED, SignalForwarder, exclusive
 from embeddings.common import PreemptedError
 from tests.callbacks.preempted_runs import fake_scontrol
+from tests.helpers.forks import fork
 from tests.helpers.refusals import assert_refused
+from tests.helpers.waiting import wait_for
 
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
 
@@ -104,7 +108,7 @@ def test_only_unfinished_points_are_run(sweep_file, faked, capsys):
         assert len(folders) == number
 
 
-def test_a_run_that_another_process_trains_is_skipped(sweep_file, faked, capsys):
+def test_a_run_that_another_process_trains_is_skipped_and_the_command_fails(sweep_file, faked, capsys):
     folders, _ = faked
     file = sweep_file({"a": [1, 2]})
     assert main(["sweep", file, "--output", "out"]) == 0
@@ -113,10 +117,13 @@ def test_a_run_that_another_process_trains_is_skipped(sweep_file, faked, capsys)
         (folder / "done.json").unlink()
     with exclusive(first):
         assert main(["sweep", file, "--output", "out", "--index", "0"]) == 2
-        assert f"error: {first}: another process trains point 0; wait for it" in capsys.readouterr().err
-        assert main(["sweep", file, "--output", "out"]) == 0
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        assert f"error: {first}: {owner} trains point 0; wait for it" in capsys.readouterr().err
+        assert main(["sweep", file, "--output", "out"]) == 2
     assert folders == [first, second, second]
-    assert "point 0 of 2: a=1: another process trains it" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert f"point 0 of 2: a=1: {owner} trains it" in out
+    assert f"error: {first}: {owner} trains point 0; wait for it, then run the same command again" in err
 
 
 @pytest.mark.parametrize("variable", ["SLURM_PROCID", "RANK", "LOCAL_RANK"])
@@ -419,3 +426,23 @@ def test_signals_are_ignored_after_a_stop(error, number):
         left_by(error, number)
     is_stop = number is not None or isinstance(error, PreemptedError)
     assert handlers() == ([signal.SIG_IGN] * len(FORWARDED) if is_stop else before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is a call of Linux")
+def test_a_killed_sweep_takes_its_run_along(tmp_path):
+    """The lock of the run's folder is free again, so the same command trains the run."""
+
+    def sweep_one():
+        with exclusive(tmp_path) as lock, SignalForwarder() as forwarder:
+            forwarder.run(["sh", "-c", f"touch {tmp_path / 'ready'}; exec sleep 60"], [lock])
+
+    child = fork(sweep_one)
+    wait_for((tmp_path / "ready").exists, "the run")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    def is_free():
+        with exclusive(tmp_path) as lock:
+            return lock is not None
+
+    wait_for(is_free, "the end of the run", timeout_seconds=5)
