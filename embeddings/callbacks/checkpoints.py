@@ -1,6 +1,7 @@
 """The results of a run: durable checkpoints, the choice of the best one, and exported model directories."""
 
 import dataclasses
+import os
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -49,12 +50,15 @@ class DurableCheckpointIO(CheckpointIO):
         # The current write, and the removals to do after it.
         self._tasks: list[Future[None]] = []
         self._copy: PackedContent | None = None
+        # The run's local checkpoints, including those that a killed process did not remove.
+        self.written: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write one checkpoint, or copy it for the thread to write."""
         if storage_options is not None:
             raise TypeError("DurableCheckpointIO does not support storage_options")
         packed = pack(checkpoint)
+        self.written.add(os.path.abspath(path))
         if not self.asynchronous:
             self._write(packed, path)
             return
@@ -75,6 +79,7 @@ class DurableCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove one checkpoint, after the current write is complete."""
+        self.written.discard(os.path.abspath(path))
         if self._thread is not None and self._tasks:
             self._tasks.append(self._thread.submit(self._remove, path, self._tasks[0]))
         else:
@@ -125,6 +130,23 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
         rule = "must write checkpoints that can be resumed"
         fix = "use embeddings.callbacks.DurableCheckpointIO; with asynchronous: true training does not wait"
         raise OptionError("trainer.plugins", type(strategy.checkpoint_io).__name__, rule, fix)
+
+
+def remove_superseded(trainer: L.Trainer, resumed: str | None = None) -> None:
+    """Remove the checkpoints of a run, except `resumed`, that no `ModelCheckpoint` keeps.
+
+    A killed process may not have removed them, and Lightning never removes the one from which a run was resumed.
+    """
+    writer, kept = trainer.strategy.checkpoint_io, model_checkpoints(trainer)
+    # Without a metric, `save_top_k: -1` keeps all files and names only the newest.
+    if not isinstance(writer, DurableCheckpointIO) or any(each.save_top_k == -1 for each in kept):
+        return
+    named = {name for each in kept for name in (each.last_model_path, each.best_model_path, *each.best_k_models)}
+    named = {os.path.abspath(name) for name in (resumed, *named) if name}
+    folders = {os.path.abspath(str(each.dirpath)) for each in kept if each.dirpath is not None}
+    for path in sorted(writer.written - named):
+        if os.path.dirname(path) in folders:
+            trainer.strategy.remove_checkpoint(path)
 
 
 def finish_writing(trainer: L.Trainer) -> None:

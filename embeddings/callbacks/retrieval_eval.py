@@ -1,5 +1,7 @@
 """Retrieval scores during training, for example to choose the best checkpoint."""
 
+from typing import Any
+
 import lightning as L
 
 from embeddings.callbacks.checkpoints import embedder_of
@@ -61,11 +63,23 @@ class RetrievalEvaluation(L.Callback):
         if stage == "fit":
             self.check_run(trainer, pl_module, run_data(trainer))
 
+    @property
+    def state_key(self) -> str:
+        """The key of the state in checkpoints; a run may have one callback for each name."""
+        return self._generate_state_key(name=self.name, folder=self.folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scored_step": self._scored_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._scored_step = state_dict["scored_step"]
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the untrained model, for the loggers only: Lightning would log these scores at the end of the epoch."""
-        self._scored_step = trainer.global_step
-        if self.at_start and trainer.global_step == 0:
-            self._score(trainer, pl_module)
+        if trainer.global_step == 0:
+            self._scored_step = 0
+            if self.at_start:
+                self._score(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int

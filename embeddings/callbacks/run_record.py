@@ -118,6 +118,10 @@ class RunRecord(SaveConfigCallback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["run_config"] = self.plain_config
         checkpoint["run"] = {"id": self.id, "folder": str(self.log_dir)}
+        # Before the checkpoint is complete: a run that resumes from it does not log these rows again.
+        logger = run_logger(trainer)
+        if logger is not None and trainer.is_global_zero:
+            logger.save()
 
     @property
     def id(self) -> str:
@@ -212,7 +216,7 @@ class RunLogger(CSVLogger):
 
     A new run creates the next `version_N`, so two runs that start together get two folders. A resumed run removes the
     rows after its checkpoint's step from its `metrics.csv`, and appends to it. A lock on the folder, released when the
-    process ends, excludes other processes. All rows are written whenever a `ModelCheckpoint` saves.
+    process ends, excludes other processes. `RunRecord` writes all rows before each checkpoint.
     """
 
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
@@ -249,10 +253,6 @@ class RunLogger(CSVLogger):
             self._experiment = _Appender(self.log_dir, self._truncate())
         assert isinstance(self._experiment, ExperimentWriter)
         return self._experiment
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write the rows so far, because a resumed run does not log them again."""
-        self.save()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

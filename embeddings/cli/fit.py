@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
 from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel, make_checkpoints_durable
+from embeddings.callbacks.loops import resume_exactly
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
@@ -183,6 +184,7 @@ class TrainerCLI(LightningCLI):
             raise OptionError("trainer.strategy", given, "needs CUDA GPUs", "use ddp, or auto for one device")
         replace_displays(trainer, callbacks)
         make_checkpoints_durable(trainer)
+        resume_exactly(trainer)
         if not self.only_checks:
             set_up_ranks(trainer)
         self._choose_folder(trainer)

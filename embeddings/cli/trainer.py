@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
 from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable
+from embeddings.callbacks.loops import resume_exactly
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.run_record import ResumedRun, RunRecord, keep_metrics, run_logger
@@ -89,6 +90,7 @@ class Trainer(L.Trainer):
         self.given_options["callbacks"] = chosen
         replace_displays(self, chosen)
         make_checkpoints_durable(self)
+        resume_exactly(self)
         set_up_ranks(self)
 
     def fit(

@@ -56,6 +56,8 @@ def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
         # As `ModelCheckpoint` saves after a step's last batch: `completed` is one behind.
         counts.update(ready=last, started=last, processed=last, completed=last - 1)
     batches["is_last_batch"] = False
+    # What follows that step has run.
+    loops["state_dict"]["is_step_open"] = False
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     cleared = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
     for counts in (cleared["total"], cleared["current"]):

@@ -1,0 +1,149 @@
+"""Training loops that resume from every point at which a checkpoint is written.
+
+A checkpoint is written inside a hook: after a step, after a validation loop, or at the end of an epoch. Lightning skips
+whatever would have followed that hook, and forgets that training was asked to stop. These loops run it.
+"""
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
+
+from embeddings.callbacks.checkpoints import DurableCheckpointIO, remove_superseded
+from embeddings.callbacks.run_record import run_logger
+from embeddings.common.process import logger
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over batches; resumed within a step, it first runs the validation loop that is due after it."""
+
+    # Whether a checkpoint was loaded that was written between a step and the end of its validation loop.
+    is_step_open = False
+
+    def update_restart_stage(self) -> None:
+        """Count the step of the checkpoint as complete, so that Lightning does not skip what follows it."""
+        super().update_restart_stage()
+        self._skip_next_val = False
+        if self.is_step_open and self.restarted_on_train_batch_end:
+            self.batch_progress.increment_completed()
+            self._restart_stage = RestartStage.RESTARTED_ON_LAST
+        elif self.is_step_open:
+            # Written after the validation loop, or within it: then it runs again, since its sums are not saved.
+            self._skip_next_val = self.val_loop.batch_progress.is_last_batch
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Finish the step of the checkpoint."""
+        super().on_run_start(data_fetcher)
+        if self.restarted_on_last:
+            if self.is_step_open:
+                self.val_loop.restarting = False
+                self.on_advance_end(data_fetcher)
+            self.is_step_open = False
+            self.on_iteration_done()
+
+
+class FitLoop(_FitLoop):
+    """Lightning's loop over epochs, whose state also contains the latest metrics and whether training was to stop.
+
+    A resumed run calls the hooks `on_train_start` and `on_train_end` even if no step is left.
+    """
+
+    epoch_loop: EpochLoop
+    # Whether a checkpoint of a run was loaded that is resumed in its own folder.
+    _continues_run = False
+
+    @_Loop.restarting.setter  # type: ignore[attr-defined, untyped-decorator]
+    def restarting(self, restarting: bool) -> None:
+        """Whether the loop resumes within an epoch; Lightning says so at an epoch's end too if `max_steps` is set."""
+        counts = self.epoch_progress.current
+        is_within = not counts.ready == counts.started == counts.processed
+        _Loop.restarting.fset(self, restarting and is_within)  # type: ignore[attr-defined]
+
+    @property
+    def done(self) -> bool:
+        return not self.epoch_loop.is_step_open and super().done
+
+    @property
+    def skip(self) -> bool:
+        has_batches = self.max_batches != 0 and self.trainer.limit_train_batches != 0
+        return super().skip and not (has_batches and self._loaded_from_state_dict)
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state, batches = super().on_save_checkpoint(), self.epoch_loop.batch_progress.current
+        is_after_step = batches.ready == batches.processed == batches.completed + 1
+        metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
+        return {
+            **state,
+            "is_step_open": is_after_step or self.trainer.validating,
+            "should_stop": self.trainer.should_stop and not _time_is_over(self.trainer),
+            "metrics": metrics,
+            "written_checkpoints": sorted(self._written()),
+        }
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self.epoch_loop.is_step_open = state_dict.get("is_step_open", False)
+        if state_dict.get("should_stop", False):
+            self.trainer.should_stop = True
+            logger.info("the run of this checkpoint was asked to stop, for example by EarlyStopping: no step follows")
+        for name, value in state_dict.get("metrics", {}).items():
+            self.trainer.callback_metrics[name] = torch.tensor(value)
+
+        own = run_logger(self.trainer)
+        self._continues_run = own is not None and own.resumed is not None
+        if self._continues_run:
+            # The state was made before the file was written.
+            self._written().update([*state_dict.get("written_checkpoints", ()), os.path.abspath(self._resumed)])
+
+    def on_run_start(self) -> None:
+        if self._continues_run:
+            remove_superseded(self.trainer, self._resumed)
+        super().on_run_start()
+
+    def on_run_end(self) -> None:
+        super().on_run_end()
+        if self._continues_run:
+            remove_superseded(self.trainer)
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        super().load_state_dict(state_dict, prefix)
+        if self.max_epochs is not None and self.max_epochs >= 0:
+            # Lightning raises an error at a lower maximum. The run is at its end, as with a lower `max_steps`.
+            self.max_epochs = max(self.max_epochs, self.epoch_progress.current.completed)
+
+    @property
+    def _resumed(self) -> str:
+        return str(self.trainer.ckpt_path)
+
+    def _written(self) -> set[str]:
+        writer = self.trainer.strategy.checkpoint_io
+        return writer.written if isinstance(writer, DurableCheckpointIO) else set()
+
+
+def resume_exactly(trainer: L.Trainer) -> None:
+    """Replace a new trainer's loops by those of this file."""
+    epochs = trainer.fit_loop
+    loop = FitLoop(trainer, epochs.min_epochs, epochs.max_epochs)
+    loop.epoch_loop = EpochLoop(trainer, epochs.min_steps, epochs.max_steps)
+    trainer.fit_loop = loop
+    # The checkpoint that is written last contains what the others have kept. Sorting is stable.
+    any_trainer: Any = trainer
+    any_trainer.callbacks.sort(key=_order)
+
+
+def _order(callback: L.Callback) -> int:
+    if not isinstance(callback, Checkpoint):
+        return 0
+    return 1 if getattr(callback, "monitor", None) is not None else 2
+
+
+def _time_is_over(trainer: L.Trainer) -> bool:
+    """Whether a `Timer` has stopped training. It decides again from its own state, so a longer time may be given."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    left = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
+    return any(seconds is not None and seconds <= 0 for seconds in left)

@@ -1,0 +1,163 @@
+"""Runs that are killed right after a checkpoint or after their last step, and resumed: they end like a whole run."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+
+from embeddings.callbacks import DurableCheckpointIO
+from embeddings.cli.main import main
+from tests.callbacks.preempted_runs import fit_words, preempted_config
+from tests.helpers.forks import in_a_child
+from tests.helpers.runs import component, logged_rows, write_retrieval_folder
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory",
+    "ignore:You're using the WeightAveraging callback with a model that overrides",
+)
+
+KEEP = component("ModelCheckpoint", every_n_train_steps=1, save_last=True, save_top_k=0)
+NOTES = "tests.callbacks.preempted_runs.Notes"
+
+
+class KilledAfterSave(Callback):
+    """Kills this process when its `number`-th checkpoint is complete; 0 for none."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        writer = trainer.strategy.checkpoint_io
+        assert isinstance(writer, DurableCheckpointIO)
+        writer.on_stage = self._count
+
+    def _count(self, stage: str) -> None:
+        self.left -= stage == "done"
+        if stage == "done" and not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledIn(Callback):
+    """Kills this process in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+class EpochAverage(WeightAveraging):
+    """Averages the weights at the end of each epoch."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+def stopping(**options: Any) -> dict[str, Any]:
+    """An `EarlyStopping` that stops at the first score that is not better than all before."""
+    return component("EarlyStopping", monitor="val/ndcg_at_10", mode="max", patience=1, min_delta=2.0, **options)
+
+
+# Runs of four steps an epoch. Each has the trainer's options and its callbacks.
+RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    # Scores at steps 3 and 6, read at the ends of epochs, so after steps 4 and 8.
+    "scored every three steps": (
+        {"max_epochs": 4, "max_steps": -1},
+        [component("RetrievalEvaluation", folder="FOLDER", every_n_steps=3), stopping(), KEEP],
+    ),
+    "scored after each epoch": (
+        {"max_epochs": 4, "max_steps": -1},
+        [component("RetrievalEvaluation", folder="FOLDER", every_n_steps=None), stopping(), KEEP],
+    ),
+    "scored after each epoch, with a maximum of steps": (
+        {"max_steps": 11},
+        [component("RetrievalEvaluation", folder="FOLDER", every_n_steps=None), stopping(), KEEP],
+    ),
+    "saved after each epoch": (
+        {"max_epochs": 3, "max_steps": -1},
+        [
+            component("RetrievalEvaluation", folder="FOLDER", every_n_steps=None),
+            component("ModelCheckpoint", every_n_epochs=1, save_last=True),
+            component("ModelCheckpoint", monitor="val/ndcg_at_10", mode="max", filename="best-{step}"),
+        ],
+    ),
+    # Two checkpoints of three remain at each time, and the last one.
+    "best two": (
+        {"max_steps": 5},
+        [
+            component("RetrievalEvaluation", folder="FOLDER", every_n_steps=1),
+            component("ModelCheckpoint", monitor="val/ndcg_at_10", every_n_train_steps=1, save_top_k=2, save_last=True),
+        ],
+    ),
+    "saved after each epoch, with a maximum of steps": (
+        {"max_steps": 10},
+        [component("ModelCheckpoint", every_n_epochs=1, save_last=True)],
+    ),
+    "averaged": ({"max_steps": 6}, [component("EMAWeightAveraging", decay=0.5), KEEP]),
+    "averaged after each epoch": (
+        {"max_epochs": 3, "max_steps": -1},
+        [component("tests.callbacks.test_loops.EpochAverage"), KEEP],
+    ),
+}
+
+
+def run_in(folder: Path, name: str) -> dict[str, Any]:
+    """The config of a run in a new folder."""
+    folder.mkdir()
+    trainer, callbacks = RUNS[name]
+    config = preempted_config(folder)
+    data = str(write_retrieval_folder(folder / "eval"))
+    placed = [{**one, "init_args": {**one["init_args"]}} for one in callbacks]
+    for callback in placed:
+        if "folder" in callback["init_args"]:
+            callback["init_args"]["folder"] = data
+    config["trainer"] |= {**trainer, "callbacks": [component(NOTES, folder=str(folder)), *placed]}
+    return config
+
+
+def status_of(folder: Path, config: dict[str, Any], *added: dict[str, Any]) -> int:
+    """Train with more callbacks in a child; returns its exit status, negative for a signal."""
+    trainer = config["trainer"] | {"callbacks": [*added, *config["trainer"]["callbacks"]]}
+    return in_a_child(lambda: os._exit(main(fit_words(folder, config | {"trainer": trainer}))))
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run leaves: weights, steps, scores by step, and the names of its checkpoints."""
+    scores = {row["step"]: row["val/ndcg_at_10"] for row in logged_rows(folder, "val/ndcg_at_10")}
+    return {
+        "weights": torch.load(folder / "final.pt", weights_only=True),
+        "steps": max(int(line) for line in (folder / "steps0.txt").read_text().split()),
+        "scores": scores,
+        "files": sorted(path.name for path in folder.rglob("*.ckpt")),
+    }
+
+
+def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    weights, others = found["weights"], expected["weights"]
+    different = [name for name in others if not torch.equal(weights[name], others[name])]
+    return different + [name for name in ("steps", "scores", "files") if found[name] != expected[name]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_is_killed_after_any_checkpoint_ends_like_a_whole_run(name: str, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    config = run_in(whole, name)
+    assert main(fit_words(whole, config)) == 0
+    expected, number, wrong = outcome(whole), 0, {}
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        config = run_in(folder, name)
+        status = status_of(folder, config, component("tests.callbacks.test_loops.KilledAfterSave", number=number))
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        code = status_of(folder, config)
+        wrong[number] = unlike(outcome(folder), expected) if code == 0 else [f"code {code}"]
+        shutil.rmtree(folder)
+    assert number > 2
+    assert {number: found for number, found in wrong.items() if found} == {}
