@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -294,6 +294,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
                 rule = "would train weights that the optimiser and its schedule do not include from the first step"
                 hint = "leave it out; use lora to train few weights of the backbone"
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
+            if isinstance(callback, StochasticWeightAveraging):
+                rule = "would resume to other weights, and replaces the schedule"
+                raise OptionError("trainer.callbacks", type(callback).__name__, rule, "use EMAWeightAveraging")
         compiler = os.environ.get("CXX", "g++")
         if is_compiled(self) and strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
             rule = f"needs {compiler} on a CPU"

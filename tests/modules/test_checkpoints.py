@@ -32,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory",
     # Advice for sharded layers; these are not sharded.
     "ignore:You're using the WeightAveraging callback with a model that overrides",
-    "ignore:SWA is currently only supported every epoch",
 )
 
 CACHE = component("GradCacheCallback", mini_batch_tokens=40)
@@ -303,16 +302,6 @@ def test_averaged_weights_are_saved_resumed_and_left_in_the_model(kind: str, tmp
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
-def test_stochastic_weight_averaging_runs_and_is_saved(tmp_path: Path) -> None:
-    config = with_callback(tmp_path, "StochasticWeightAveraging", swa_lrs=1e-3, swa_epoch_start=1)
-    config["trainer"] |= {"max_epochs": 3, "max_steps": -1}
-    config["trainer"]["callbacks"][0]["init_args"] |= {"every_n_train_steps": None, "every_n_epochs": 1}
-    assert fit(tmp_path, config).trainer.global_step == 24
-    states = [read_checkpoint(path)["callbacks"] for path in (tmp_path / "kept").iterdir()]
-    counts = {state["StochasticWeightAveraging"]["n_averaged"] for state in states}
-    assert counts == {1, 2, 3}
-
-
 def test_the_rate_of_the_learning_rate_finder_is_the_peak_of_the_schedule(tmp_path: Path) -> None:
     config = with_callback(tmp_path, "LearningRateFinder", num_training_steps=20, max_lr=0.1, early_stop_threshold=None)
     trainer = fit(tmp_path, config).trainer
@@ -332,10 +321,17 @@ def test_the_size_of_the_batch_size_finder_is_used_by_the_data(tmp_path: Path) -
     assert states["EmbeddingDataModule"]["loader"]["delivered"] == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "rule"),
+    [
+        ("BackboneFinetuning", {}, "would train weights that the optimiser"),
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-3}, "would resume to other weights, and replaces the schedule"),
+    ],
+)
 def test_a_callback_that_changes_what_is_trained_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, options: dict[str, Any], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = with_callback(tmp_path, "BackboneFinetuning")
+    config = with_callback(tmp_path, name, **options)
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
-    assert "error: trainer.callbacks would train weights that the optimiser" in capsys.readouterr().err
+    assert f"error: trainer.callbacks {rule}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
