@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import nn
 
-from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
+from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints, other_model
 from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.common.checkpoint_file import PackedContent, pack, read_checkpoint, write_checkpoint
 from embeddings.common.io import Stage, check_disk_space, unnoticed
@@ -229,6 +229,8 @@ class _Export(L.Callback):
 
     def __init__(self, output: str, best: bool, replace: bool) -> None:
         self.output, self.best, self.replace = output, best, replace
+        # The model of another run that this one replaces, in words.
+        self._replaced = ""
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         replace = self.replace or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
@@ -237,6 +239,11 @@ class _Export(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.check_run(trainer, pl_module, run_data(trainer))
+            if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+                return
+            self._replaced = other_model(trainer, self.output)
+            if self._replaced:
+                logger.info("%s: contains %s of another run, which this run will replace", self.output, self._replaced)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = training_strategy(trainer.strategy)
@@ -248,7 +255,8 @@ class _Export(L.Callback):
                 with replaced_folder(Path(self.output).expanduser()) as new:
                     self._write(trainer, pl_module, new, num_steps)
                     mark_output(trainer, new)
-                logger.info("model directory: %s", self.output)
+                replaced = f", in place of {self._replaced} of another run" if self._replaced else ""
+                logger.info("model directory: %s%s", self.output, replaced)
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
         raise NotImplementedError

@@ -51,6 +51,8 @@ class RetrievalEvaluation(L.Callback):
         self.at_start = at_start
         self._data: RetrievalFolder | None = None
         self._scored_step = -1
+        # The first metric by optimiser step.
+        self._scores: dict[int, float] = {}
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         encoder = Encoder(embedder_of(module, self))
@@ -69,10 +71,21 @@ class RetrievalEvaluation(L.Callback):
         return self._generate_state_key(name=self.name, folder=self.folder)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scored_step": self._scored_step}
+        return {"scored_step": self._scored_step, "scores": list(self._scores.items())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._scored_step = state_dict["scored_step"]
+        self._scored_step, self._scores = state_dict["scored_step"], dict(state_dict["scores"])
+
+    def harm(self) -> str:
+        """A line if the model was scored before training and no later score reached that one, else an empty string."""
+        later = {step: score for step, score in self._scores.items() if step > 0}
+        if 0 not in self._scores or not later:
+            return ""
+        best = max(later, key=lambda step: later[step])
+        if later[best] >= self._scores[0]:
+            return ""
+        scores = f"{self._scores[0]:.3f} before, {later[best]:.3f} at best (step {best})"
+        return f"training lowered nDCG@10 on {self.folder}: {scores}; lower the learning rate, or check the data"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the untrained model, for the loggers only: Lightning would log these scores at the end of the epoch."""
@@ -114,6 +127,7 @@ class RetrievalEvaluation(L.Callback):
                 scores |= {f"{metric}_{shorter.dimensions}": float(shorter.metrics[metric]) for metric in METRICS}
         scores = trainer.strategy.broadcast(scores)
         assert scores is not None
+        self._scores[trainer.global_step] = scores[METRICS[0]]
         named = {f"{self.name}/{metric}": value for metric, value in scores.items()}
         # Lightning would log them under the next logged step, so they are passed to the loggers directly.
         for logger in trainer.loggers:

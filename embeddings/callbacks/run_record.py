@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import lightning as L
 import torch
@@ -40,6 +40,7 @@ from embeddings.common.io import (
 )
 from embeddings.common.own_folder import require_replaceable
 from embeddings.common.process import device_name
+from embeddings.common.process import logger as process_logger
 from embeddings.common.protocols import run_data
 from embeddings.models.model_card import TrainingFacts
 from embeddings.models.moe.upcycling import parameter_counts
@@ -48,11 +49,19 @@ from embeddings.models.moe.upcycling import parameter_counts
 MODEL_RUN_FILE = "training_run.json"
 
 
+@runtime_checkable
+class _ReportsHarm(Protocol):
+    """A callback that compares scores before and after training."""
+
+    def harm(self) -> str: ...
+
+
 class RunRecord(SaveConfigCallback):
     """Writes `config.yaml` and `run.json` into the run's folder, and config and run into every checkpoint.
 
-    `run.json` gets an `end` when the run ends; a run without one was killed or is still running. A process that resumes
-    a run in its folder keeps the run's `id`, and moves the records of earlier processes to `earlier`.
+    `run.json` gets an `end` when the run ends; a run without one was killed or is still running. If training only
+    lowered a score, a warning is logged, and noted as the end's `why`. A process that resumes a run in its folder keeps
+    the run's `id`, and moves the records of earlier processes to `earlier`.
 
     Args:
         parser: The parser that read the config.
@@ -103,7 +112,12 @@ class RunRecord(SaveConfigCallback):
         write_json(path, self._record)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._note_end(trainer, "finished", "")
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        lines = [callback.harm() for callback in callbacks if isinstance(callback, _ReportsHarm)]
+        why = "; ".join(filter(None, lines))
+        if why and trainer.is_global_zero:
+            process_logger.warning("warning: %s", why)
+        self._note_end(trainer, "finished", why)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # A second Ctrl-C ends the run at once, so no callback may write a checkpoint.
@@ -149,15 +163,25 @@ class RunRecord(SaveConfigCallback):
             write_json(self.log_dir / "run.json", {**self._record, "end": end})
 
 
+def other_model(trainer: L.Trainer, output: str) -> str:
+    """The model of another run in a folder, in words; empty if there is none."""
+    place, logger = Path(output).expanduser(), run_logger(trainer)
+    if not (place / "config.json").is_file():
+        return ""
+    found = read_json_or_empty(place / MODEL_RUN_FILE)
+    # Runs without a record cannot be distinguished.
+    has_record = logger is not None and logger.resumed is not None and RunRecord.of(trainer) is not None
+    own = read_json_or_empty(logger.resumed.folder / "run.json").get("id") if has_record else None  # type: ignore[union-attr]
+    if own is not None and found.get("id") == own:
+        return ""
+    return f"a model of {found['step']:,} steps" if isinstance(found.get("step"), int) else "a model"
+
+
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
     """Refuse a path that exists but is not a folder, or, without `replace`, contains another run's model."""
     require_replaceable(output)
-    place, logger = Path(output).expanduser(), run_logger(trainer)
-    # Runs without a record cannot be distinguished.
-    if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():
-        return
-    own = None if logger.resumed is None else read_json_or_empty(logger.resumed.folder / "run.json").get("id")
-    if own is None or read_json_or_empty(place / MODEL_RUN_FILE).get("id") != own:
+    has_record = run_logger(trainer) is not None and RunRecord.of(trainer) is not None
+    if not replace and has_record and other_model(trainer, output):
         fix = f"choose another folder, or set replace: true in {option}"
         raise OptionError(f"{option}.output", output, "must not contain a model of another run", fix)
 

@@ -65,6 +65,9 @@ SOURCES_HELP = "--data.sources.help"
 _SOURCES = re.compile(r"--data(\.init_args)?\.(validation_)?sources\+?")
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
+# The folder of models that a run on part of the data exports, and the options that make such a run.
+TRIALS = "checkpoints/trials"
+_PARTIAL = {"trainer.limit_train_batches", "trainer.overfit_batches"}
 # The folder of stand-in models. The constants below are the settings and limits of a stand-in run.
 STAND_INS = "checkpoints/stand_in"
 MAX_STEPS = 6
@@ -78,6 +81,7 @@ _DATA = {"batch_size": 4, "num_workers": 0, "row_length": 32, "sampler.init_args
 _DATA |= {"sampler.init_args.inner.init_args.steps_per_epoch": 2 * MAX_STEPS}
 _MODEL = {"schedule.warmup_steps": 2, "first_stage_training.word_steps": 2, "context.num_context": _DATA["batch_size"]}
 _CALLBACKS = {"every_n_steps": 2, "every_n_train_steps": 2, "mini_batch_tokens": 512}
+_EXPORTS = (ExportModel.__name__, ExportLanguageModel.__name__)
 # Values of `max_steps` that mean no limit.
 _UNLIMITED = (-1, None)
 
@@ -126,8 +130,11 @@ class TrainerCLI(LightningCLI):
         """Apply `--limit_data` and `--stand_in` and report the changes on stderr; a check leaves no files."""
         num_rows, stand_in = (self.config.pop(name, None) for name in ("limit_data", "stand_in"))
         changes = Changes(self.config, args)
+        keep_last_exports(self.config.trainer)
         if num_rows is not None:
             limit_data(changes, num_rows)
+        if stand_in is None and (num_rows is not None or changes.on_command_line & _PARTIAL):
+            move_exports(changes, Path(TRIALS))
         if stand_in is not None:
             folder = mkdtemp() if self.only_checks else STAND_INS
             if self.only_checks:
@@ -445,6 +452,22 @@ def limit_data(changes: Changes, num_rows: int) -> None:
     changes.lines.append(f"data.sources: {len(limited)} of {len(sources)} limited to {num_rows:,} rows each")
 
 
+def keep_last_exports(trainer: Namespace) -> None:
+    """Drop an `ExportModel` or `ExportLanguageModel` before another one: a later config chooses the folder."""
+    last = {_class_name(one): one for one in trainer.callbacks or () if _class_name(one) in _EXPORTS}
+    if last:
+        trainer.callbacks = [one for one in trainer.callbacks if last.get(_class_name(one), one) is one]
+
+
+def move_exports(changes: Changes, folder: Path) -> None:
+    """Let a trial write its models to `folder`, where each trial replaces the one before."""
+    for callback in changes.run.trainer.callbacks or ():
+        name, options = _class_name(callback), callback.get("init_args")
+        if name in _EXPORTS:
+            changes.set("output", str(folder / Path(options.output).name), options, f"{name}.output")
+            options.replace = True
+
+
 def use_stand_in(changes: Changes, folder: Path) -> None:
     """Replace the model by a tiny random one of the same architecture, and reduce the run to a few steps on the CPU."""
     model: Any = changes.run.model.init_args
@@ -474,11 +497,10 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
         for option, limit in limits.items():
             changes.lower(f"{part}.{option}", limit)
     for callback in changes.run.trainer.callbacks or ():
-        name, options = callback.class_path.rpartition(".")[2], callback.get("init_args")
+        name, options = _class_name(callback), callback.get("init_args")
         for option, limit in _CALLBACKS.items() if options is not None else ():
             changes.lower(option, limit, options, f"{name}.{option}")
-        if options is not None and "output" in options:
-            changes.set("output", str(folder / Path(options.output).name), options, f"{name}.output")
+    move_exports(changes, folder)
 
 
 def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
@@ -497,9 +519,13 @@ def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
         changes.set(f"{key}.attn_implementation", None)
 
 
+def _class_name(part: Namespace) -> str:
+    return str(part.class_path).rpartition(".")[2]
+
+
 def _plain(key: str) -> str:
     return key.replace(".init_args.", ".")
 
 
 def _shown(value: Any) -> str:
-    return str(value.class_path).rpartition(".")[2] if isinstance(value, Namespace) else str(value)
+    return _class_name(value) if isinstance(value, Namespace) else str(value)

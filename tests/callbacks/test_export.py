@@ -144,3 +144,31 @@ def test_a_module_without_a_language_model_and_a_file_at_the_output_are_refused(
     (tmp_path / "model").write_text("mine")
     with pytest.raises(OptionError, match="which is not a folder"):
         fit(tmp_path, config)
+
+
+def test_a_trial_replaces_the_trial_before_and_no_model_of_a_whole_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
+    fit(tmp_path, config)
+    before = exported(tmp_path)
+    trials = dict.fromkeys(("--limit_data=20", "--trainer.limit_train_batches=2"), "checkpoints/trials/model")
+    trials["--stand_in=tiny"] = "checkpoints/stand_in/model"
+    for option, folder in trials.items():
+        for _ in range(2):
+            caplog.clear()
+            with caplog.at_level("INFO", "embeddings"):
+                fit(tmp_path, config, option, "--trainer.max_steps=2")
+            (line,) = [record.getMessage() for record in caplog.records if "model directory" in record.getMessage()]
+            assert line.startswith(f"model directory: {folder}")
+        assert line == f"model directory: {folder}, in place of a model of 2 steps of another run"
+        assert f"{folder}: contains a model of 2 steps of another run, which this run will replace" in caplog.messages
+    assert all(torch.equal(value, before[name]) for name, value in exported(tmp_path).items())
+
+
+def test_a_later_export_replaces_an_earlier_one(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / name)) for name in ("a", "b")]
+    fit(tmp_path, config)
+    assert (tmp_path / "b" / "config.json").is_file()
+    assert not (tmp_path / "a").exists()

@@ -1,6 +1,10 @@
+import json
+from types import SimpleNamespace
+
 import pytest
 
-from embeddings.callbacks import RetrievalEvaluation
+from embeddings.callbacks import RetrievalEvaluation, retrieval_eval
+from embeddings.callbacks.retrieval_eval import METRICS
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
@@ -93,3 +97,22 @@ def test_an_error_in_the_folder_or_an_option_ends_the_run_before_its_first_step(
     (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tnowhere\t1\n")
     with pytest.raises(InputError, match=r"qrels\.tsv:2"):
         scored_run(tmp_path, folder=str(folder))
+
+
+def test_a_run_that_only_lowered_the_score_ends_with_a_warning(tmp_path, folder, caplog, monkeypatch):
+    scores = iter([0.9, 0.3, 0.5])
+
+    def evaluate(*_, **__):
+        return [SimpleNamespace(dimensions=8, metrics=dict.fromkeys(METRICS, next(scores)))]
+
+    monkeypatch.setattr(retrieval_eval, "evaluate_widths", evaluate)
+    with caplog.at_level("WARNING", "embeddings"):
+        scored_run(tmp_path, folder=folder, every_n_steps=2)
+    line = (
+        f"training lowered nDCG@10 on {folder}: 0.900 before, 0.500 at best (step 4); lower the "
+    )
+    assert any(message.startswith(f"warning: {line}") for message in caplog.messages)
+    (path,) = tmp_path.rglob("run.json")
+    end = json.loads(path.read_text())["end"]
+    assert end["how"] == "finished"
+    assert end["why"].startswith(line)

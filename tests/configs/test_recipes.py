@@ -40,6 +40,20 @@ def listed(paths: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def test_each_recipe_writes_its_model_into_a_folder_of_its_own():
+    """The last `ExportModel` of its configs counts, as in `fit`."""
+    folders = {}
+    for name, recipe in RECIPES.items():
+        contents = [read(Path(path)).get("trainer", {}) for path in recipe["configs"].split()]
+        callbacks = [
+            each for content in contents for key in ("callbacks", "callbacks+") for each in content.get(key, ())
+        ]
+        outputs = [each["init_args"]["output"] for each in callbacks if "output" in each.get("init_args", {})]
+        folders[name] = outputs[-1]
+    assert len(folders) == len(RECIPES) > 20
+    assert len(set(folders.values())) == len(folders)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_parses_and_keeps_the_callbacks_of_all_files(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
