@@ -1,8 +1,8 @@
 """Runs that are killed right after a checkpoint or after their last step, and resumed: they end like a whole run."""
 
 import os
-import shutil
 import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from embeddings.cli.main import main
 from tests.callbacks.preempted_runs import fit_words, preempted_config
 from tests.helpers.forks import in_a_child
 from tests.helpers.runs import component, logged_rows, write_retrieval_folder
+from tests.modules.language_runs import language_config
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory",
@@ -85,6 +86,22 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             component("ModelCheckpoint", monitor="val/ndcg_at_10", mode="max", filename="best-{step}"),
         ],
     ),
+    "saved after each epoch, until it stops": (
+        {"max_epochs": 4, "max_steps": -1},
+        [
+            component("RetrievalEvaluation", folder="FOLDER", every_n_steps=None),
+            stopping(),
+            component("ModelCheckpoint", every_n_epochs=1, save_last=True),
+        ],
+    ),
+    "validated every three steps": (
+        {"max_steps": 11, "val_check_interval": 3, "check_val_every_n_epoch": None},
+        [
+            component("EarlyStopping", monitor="val/loss", patience=1, min_delta=99.0),
+            component("ModelCheckpoint", monitor="val/loss", filename="best-{step}"),
+            KEEP,
+        ],
+    ),
     # Two checkpoints of three remain at each time, and the last one.
     "best two": (
         {"max_steps": 5},
@@ -109,7 +126,7 @@ def run_in(folder: Path, name: str) -> dict[str, Any]:
     """The config of a run in a new folder."""
     folder.mkdir()
     trainer, callbacks = RUNS[name]
-    config = preempted_config(folder)
+    config = language_config(folder, "mlm") if name.startswith("validated") else preempted_config(folder)
     data = str(write_retrieval_folder(folder / "eval"))
     placed = [{**one, "init_args": {**one["init_args"]}} for one in callbacks]
     for callback in placed:
@@ -127,7 +144,7 @@ def status_of(folder: Path, config: dict[str, Any], *added: dict[str, Any]) -> i
 
 def outcome(folder: Path) -> dict[str, Any]:
     """What a run leaves: weights, steps, scores by step, and the names of its checkpoints."""
-    scores = {row["step"]: row["val/ndcg_at_10"] for row in logged_rows(folder, "val/ndcg_at_10")}
+    scores = [(row["step"], row[name]) for name in ("val/ndcg_at_10", "val/loss") for row in logged_rows(folder, name)]
     return {
         "weights": torch.load(folder / "final.pt", weights_only=True),
         "steps": max(int(line) for line in (folder / "steps0.txt").read_text().split()),
@@ -142,22 +159,100 @@ def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return different + [name for name in ("steps", "scores", "files") if found[name] != expected[name]]
 
 
+def whole_run(folder: Path, name: str) -> dict[str, Any]:
+    """The outcome of an uninterrupted run."""
+    assert status_of(folder, run_in(folder, name)) == 0
+    return outcome(folder)
+
+
+def resumed_run(folder: Path, name: str, killer: dict[str, Any]) -> dict[str, Any] | None:
+    """The outcome of a run that is killed and resumed; None if it ends before the kill."""
+    config = run_in(folder, name)
+    status = status_of(folder, config, killer)
+    if status == 0:
+        return None
+    assert status == -signal.SIGKILL
+    assert status_of(folder, config) == 0
+    return outcome(folder)
+
+
+def after_save(number: int) -> dict[str, Any]:
+    return component("tests.callbacks.test_loops.KilledAfterSave", number=number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_is_killed_after_any_checkpoint_ends_like_a_whole_run(name: str, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    config = run_in(whole, name)
-    assert main(fit_words(whole, config)) == 0
-    expected, number, wrong = outcome(whole), 0, {}
-    while True:
-        number += 1
-        folder = tmp_path / str(number)
-        config = run_in(folder, name)
-        status = status_of(folder, config, component("tests.callbacks.test_loops.KilledAfterSave", number=number))
-        if status == 0:
+    expected, wrong = whole_run(tmp_path / "whole", name), {}
+    for number in count(1):
+        found = resumed_run(tmp_path / str(number), name, after_save(number))
+        if found is None:
             break
-        assert status == -signal.SIGKILL
-        code = status_of(folder, config)
-        wrong[number] = unlike(outcome(folder), expected) if code == 0 else [f"code {code}"]
-        shutil.rmtree(folder)
-    assert number > 2
+        wrong[number] = unlike(found, expected)
+    assert len(wrong) > 2
     assert {number: found for number, found in wrong.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("scored every three steps", 4),  # the last score was logged at step 3
+        ("scored after each epoch", 8),  # the score after step 8 ends the run
+        ("validated every three steps", 7),  # the validation loop after step 6 ends the run
+        ("averaged", 6),
+    ],
+)
+def test_what_follows_the_step_of_a_checkpoint_is_done_after_a_kill(name: str, number: int, tmp_path: Path) -> None:
+    expected = whole_run(tmp_path / "whole", name)
+    found = resumed_run(tmp_path / "killed", name, after_save(number))
+    assert found is not None
+    assert unlike(found, expected) == []
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
+def test_a_run_that_is_killed_after_its_last_step_only_ends(hook: str, tmp_path: Path) -> None:
+    name = "saved after each epoch, until it stops"
+    expected = whole_run(tmp_path / "whole", name)
+    found = resumed_run(tmp_path / "killed", name, component("tests.callbacks.test_loops.KilledIn", hook=hook))
+    assert found is not None
+    assert expected["steps"] == 8
+    assert unlike(found, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "steps"),
+    [
+        ({"max_epochs": 3, "max_steps": -1}, {"max_epochs": 2, "max_steps": -1}, 12),
+        ({"max_epochs": 3, "max_steps": -1}, {"max_epochs": -1, "max_steps": 5}, 12),
+        ({"max_steps": 6}, {"max_steps": 3}, 6),
+        ({"max_steps": 6}, {"max_steps": 7}, 7),
+    ],
+)
+def test_a_finished_run_trains_only_up_to_a_higher_limit(
+    first: dict[str, Any], then: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    config = preempted_config(tmp_path)
+    config["trainer"]["callbacks"] = [component(NOTES, folder=str(tmp_path)), KEEP]
+    config["trainer"] |= first
+    assert main(fit_words(tmp_path, config)) == 0
+    (tmp_path / "final.pt").unlink()
+    config["trainer"] |= then
+    assert main(fit_words(tmp_path, config)) == 0
+    assert (tmp_path / "final.pt").exists()
+    assert (tmp_path / "steps0.txt").read_text().split()[-1] == str(steps)
+
+
+def test_a_run_whose_time_is_over_continues_only_if_it_gets_more(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path)
+    config["trainer"]["callbacks"] = [component(NOTES, folder=str(tmp_path), seconds=0.4), KEEP]
+    config["trainer"]["max_time"] = {"seconds": 1}
+    done = tmp_path / "steps0.txt"
+    assert main(fit_words(tmp_path, config)) == 0
+    num_steps = len(done.read_text().split())
+    assert 0 < num_steps < 6
+    assert main(fit_words(tmp_path, config)) == 0
+    assert len(done.read_text().split()) == num_steps
+    config["trainer"]["max_time"] = {"hours": 1}
+    assert main(fit_words(tmp_path, config)) == 0
+    assert done.read_text().split() == [str(step) for step in range(1, 7)]
