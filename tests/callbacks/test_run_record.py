@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
-from embeddings.callbacks import DeviceSettings, run_record
+from embeddings.callbacks import DeviceSettings, DurableCheckpointIO, run_record
 from embeddings.callbacks.run_record import LOCK_FILE, ResumedRun, RunLogger, RunRecord, keep_metrics, run_logger
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
@@ -323,9 +323,9 @@ def test_a_moved_run_is_resumed_in_its_new_folder(tmp_path):
     trainer = run_trainer([*words, root, "--trainer.max_steps=4", "--ckpt_path=auto"]).trainer
     assert Path(trainer.log_dir) == moved
     assert rows_of(moved) == [0, 1, 2, 3]
-    # The record has the path that `auto` selected.
-    found = trainer.ckpt_path
-    assert (json.loads((moved / "run.json").read_text())["resumed_from"], Path(found).is_file()) == (found, True)
+    # The record has the path that `auto` selected; that checkpoint is superseded.
+    assert json.loads((moved / "run.json").read_text())["resumed_from"] == trainer.ckpt_path
+    assert [path.name for path in moved.rglob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
 def test_runs_and_models_can_be_written_on_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -342,14 +342,19 @@ def test_runs_and_models_can_be_written_on_a_file_system_without_locks(tmp_path,
     assert (tmp_path / "model" / "config.json").is_file()
 
 
-def test_rows_are_on_disk_after_a_checkpoint_is_saved(tmp_path):
-    logger = RunLogger(save_dir=str(tmp_path))
-    trainer = Trainer(logger=logger, accelerator="cpu")
-    logger.log_metrics({"val/score": 0.5}, step=3)
-    assert not list(tmp_path.rglob("metrics.csv"))
-    logger.after_save_checkpoint(trainer.checkpoint_callback)
-    assert "0.5" in next(tmp_path.rglob("metrics.csv")).read_text()
-    logger.finalize("success")
+def test_rows_are_on_disk_before_a_checkpoint_is_written(tmp_path, monkeypatch):
+    config, seen = run_config(tmp_path), []
+    config["trainer"]["callbacks"] = [component("ModelCheckpoint", every_n_train_steps=1)]
+    write = DurableCheckpointIO.save_checkpoint
+
+    def save(self, *words, **options):
+        seen.append([len(rows_of(path.parent)) for path in tmp_path.rglob("metrics.csv")])
+        write(self, *words, **options)
+
+    monkeypatch.setattr(DurableCheckpointIO, "save_checkpoint", save)
+    run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    # The row of a step is logged after its checkpoint.
+    assert seen == [[], [1], [2], [3]]
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
