@@ -57,7 +57,7 @@ def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[
     """The kind of a folder, and the main metric of each model; for retrieval, of BM25 too."""
     data, scores = read_evaluation_folder(folder), {}
     if isinstance(data, RetrievalFolder):
-        ranked, _ = BM25(data.documents).search(data.queries, top_k=100)
+        ranked, _ = BM25(data.documents).search(data.queries, 100, data.tie_order_N)
         scores["BM25"] = retrieval_metrics(ranked, data.qrels).metrics["ndcg_at_10"]
     for name, encoder in encoders.items():
         result = evaluate_folder(encoder, data)

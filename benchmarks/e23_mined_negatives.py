@@ -207,7 +207,7 @@ def train(
 def bm25_score(workspace: Workspace) -> float:
     """nDCG@10 of BM25 over the queries of the held-out packages, each searched separately."""
     folders = list(workspace.domains().values())
-    ranked = [BM25(folder.documents).search(folder.queries, 100)[0] for folder in folders]
+    ranked = [BM25(folder.documents).search(folder.queries, 100, folder.tie_order_N)[0] for folder in folders]
     ndcg = [
         retrieval_metrics(index_QK, folder.qrels).metrics["ndcg_at_10"]
         for index_QK, folder in zip(ranked, folders, strict=True)

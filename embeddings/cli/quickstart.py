@@ -93,7 +93,7 @@ def score_bm25(data: Folders) -> dict[str, Any]:
     """The scores of BM25 on both splits."""
     scores = {}
     for split, folder in data.items():
-        ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
+        ranked, _ = BM25(folder.documents).search(folder.queries, 100, folder.tie_order_N)
         scores[split] = counted(retrieval_metrics(ranked, folder.qrels).metrics, folder)
     return scores
 

@@ -37,7 +37,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path
 from embeddings.common.text import GivenPrompt, format_table, one_line
-from embeddings.evaluation.folders import Qrels, retrieval_metrics
+from embeddings.evaluation.folders import Qrels, retrieval_metrics, trec_order
 from embeddings.evaluation.mteb_tasks import TaskEncoder
 from embeddings.inference.context import choose_context
 from embeddings.inference.search import TopK, search_top_k
@@ -271,9 +271,10 @@ def search_set(
     queries = _column(task.dataset["queries"], "text")
     query_QD = encoder.encode(queries, context=drawn, role="query", prompt=adapted.prompt(task.metadata, "query"))
     top_k = max(_CUTOFFS) if task.data.has_labels else SUBMITTED
+    tie_order_N = trec_order(task.dataset["document_ids"])
     for width in widths:
         truncated = (unit_rows(vector_ND[:, :width]) for vector_ND in vectors.directions())
-        yield width, search_top_k(unit_rows(query_QD[:, :width]), truncated, top_k, encoder.device)
+        yield width, search_top_k(unit_rows(query_QD[:, :width]), truncated, top_k, encoder.device, tie_order_N)
 
 
 def searches_path(root: Path, model: str, data: AirBenchSet) -> Path:

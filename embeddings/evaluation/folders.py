@@ -1,12 +1,14 @@
 """Evaluation folders, whose kind is recognised by their files and fields, and retrieval metrics.
 
-nDCG uses the linear gain of trec_eval and BEIR: gain = relevance, discount = log2(1 + rank). The metrics of a query are
-from 0 to 1; they are undefined for a query without a relevant document, which is skipped and counted.
+The metrics are those of trec_eval, which mteb and BEIR use. nDCG has a linear gain: gain = relevance, discount =
+log2(1 + rank). Equal scores rank by descending identifier (`trec_order`). A query whose documents were all judged not
+relevant has the value 0; a query without a judgment is skipped and counted.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -79,7 +81,7 @@ class Qrels:
 
 
 class RetrievalScores(NamedTuple):
-    """Means over the `num_queries` queries with a relevant document; the other `num_skipped` are skipped.
+    """Means over the `num_queries` queries with a judgment; the other `num_skipped` are skipped.
 
     `metrics` has `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>` and `map_at_<k>` for each cutoff k; it is empty if
     `num_queries` is 0.
@@ -93,10 +95,10 @@ class RetrievalScores(NamedTuple):
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
     """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff.
 
-    Queries without a relevant document are skipped. Cutoffs may be larger than K.
+    Queries without a judgment are skipped. Cutoffs may be larger than K.
     """
     gain_QK = qrels.gain(ranked_QK)
-    counted_Q = qrels.num_relevant() > 0
+    counted_Q = np.bincount(qrels.query_J, minlength=qrels.num_queries) > 0
     num_counted = int(counted_Q.sum())
     metrics: dict[str, float] = {}
     for cutoff in cutoffs if num_counted else ():
@@ -117,6 +119,11 @@ def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floa
         # Documents beyond the cutoff count in the denominator, as in trec_eval's `map_cut`.
         "map": _ratio((precision_QK * relevant_QK).sum(axis=1), qrels.num_relevant()),
     }
+
+
+def trec_order(document_ids: Sequence[str]) -> Ints:
+    """The rows of documents by descending identifier, the order in which trec_eval ranks equal scores, (N,)."""
+    return np.array(sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True), dtype=np.int64)
 
 
 def dcg(gain_QK: Floats) -> Floats:
@@ -151,7 +158,7 @@ _QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 @dataclass(frozen=True, eq=False)
 class RetrievalFolder:
-    """The documents (title and text), the queries that have a relevant document, and the qrels by row."""
+    """The documents (title and text), the queries that have a judgment, and the qrels by row."""
 
     kind: ClassVar[str] = "retrieval"
     documents: list[str]
@@ -160,6 +167,11 @@ class RetrievalFolder:
     query_ids: list[str]
     qrels: Qrels
     num_skipped: int
+
+    @cached_property
+    def tie_order_N(self) -> Ints:
+        """The rows of the documents in the order of equal scores (see `trec_order`)."""
+        return trec_order(self.document_ids)
 
 
 class RetrievalFiles(NamedTuple):
@@ -326,8 +338,8 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
     document_row = {document.document_id: row for row, document in enumerate(documents)}
     text_of_query = _read_queries(files.queries)
     relevance = read_qrels(files.qrels, text_of_query.keys(), document_row.keys())
-    # The queries file of a benchmark often has the queries of all splits: only those with relevance here are used.
-    query_ids = [query for query in text_of_query if any(grade > 0 for grade in relevance.get(query, {}).values())]
+    # The queries file of a benchmark often has the queries of all splits: only those that are judged here are used.
+    query_ids = [query for query in text_of_query if query in relevance]
     pairs = [
         (query_row, document_row[document], grade)
         for query_row, query in enumerate(query_ids)

@@ -44,7 +44,7 @@ class EvaluationResult:
         kind: `retrieval`, `reranking`, `sts`, `pair_classification`, `classification`, `clustering` or `summarisation`.
         metrics: Values from 0 to 1 (rank correlation: from -1), the main metric first: `ndcg_at_10`, `cosine_spearman`,
             `accuracy`, `v_measure`, `map_at_1000`, `max_ap`.
-        counts: Sizes of the data: `num_queries`, `num_documents`, `num_skipped`, …
+        counts: Sizes of the data: `num_queries`, `num_documents`, `num_skipped` (queries without a judgment), …
         seconds: Time of encoding and scoring; the encoding that several widths share counts for each of them.
         dimensions: Number of leading dimensions that were compared.
     """
@@ -180,13 +180,14 @@ def evaluate_folders(
 
 
 def format_results(results: Sequence[EvaluationResult]) -> str:
-    """The results as a text table, one row per folder and width: kind, metrics, seconds."""
-    rows = [("data", "kind", "scores", "seconds")]
+    """The results as a text table, one row per folder and width: kind, metrics, skipped queries, seconds."""
+    rows = [("data", "kind", "scores", "skipped", "seconds")]
     several = len({result.dimensions for result in results}) > 1
     for result in results:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         name = f"{result.name} [{result.dimensions}]" if several else result.name
-        rows.append((name, result.kind, scores, f"{result.seconds:.1f}"))
+        skipped = str(result.counts.get("num_skipped", ""))
+        rows.append((name, result.kind, scores, skipped, f"{result.seconds:.1f}"))
     return format_table(rows, "<")
 
 
@@ -224,7 +225,7 @@ def _encode(
 
 def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[Vectors], device: torch.device) -> RetrievalRun:
     query_QD, document_ND = vectors
-    best = search_top_k(query_QD, document_ND, max(CUTOFFS), device)
+    best = search_top_k(query_QD, document_ND, max(CUTOFFS), device, folder.tie_order_N)
     scores = retrieval_metrics(best.index_QK, folder.qrels, CUTOFFS)
     counts = {"num_queries": scores.num_queries, "num_documents": len(folder.documents)}
     return RetrievalRun(scores.metrics, {**counts, "num_skipped": folder.num_skipped}, document_ND)

@@ -89,22 +89,25 @@ class BM25:
         shape = (max(1, len(self._vocabulary)), len(corpus))
         self._weight_VN = sparse.csr_array((scores["data"], scores["indices"], scores["indptr"]), shape=shape)
 
-    def search(self, queries: Sequence[str], top_k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def search(
+        self, queries: Sequence[str], top_k: int, tie_order_N: npt.NDArray[np.int64] | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """The rows of the `top_k` best texts of each query, (Q, k) int64, best first, and their scores, (Q, k) float32.
 
         A smaller corpus returns all of its texts. Equal scores, such as the zeros of texts that share no token with the
-        query, are in corpus order.
+        query, are in the order of the rows `tie_order_N`, by default in corpus order.
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
         count_QV, num_texts = self._counts(queries), self._weight_VN.shape[1]
         k = min(top_k, num_texts)
         index_Qk, score_Qk = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
+        order_N = np.arange(num_texts) if tie_order_N is None else tie_order_N
         step = max(1, _MAX_SCORES // num_texts)
         for start in range(0, len(queries), step):
             # The search of bm25s does not define the order of equal scores.
             for row, score_N in enumerate((count_QV[start : start + step] @ self._weight_VN).toarray(), start):
-                index_Qk[row] = _best(score_N, k)
+                index_Qk[row] = order_N[_best(score_N[order_N], k)]
                 score_Qk[row] = score_N[index_Qk[row]]
         return index_Qk, score_Qk
 

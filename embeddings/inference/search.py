@@ -31,6 +31,7 @@ def search_top_k(
     documents: npt.NDArray[np.float32] | Iterable[npt.NDArray[np.float32]],
     top_k: int,
     device: str | torch.device = "cpu",
+    tie_order_N: npt.NDArray[np.int64] | None = None,
 ) -> TopK:
     """The K documents with the largest inner products for each query, best first; equal scores by row.
 
@@ -42,6 +43,7 @@ def search_top_k(
         documents: Document vectors, (n, D) float32, or consecutive arrays of them.
         top_k: Maximum number of documents per query; an `OptionError` if it is not positive.
         device: Device that multiplies the tiles.
+        tie_order_N: The rows of all documents in the order of equal scores, (N,) int64; None for the order of rows.
 
     Precision: products and sums in float32.
     Determinism: the same arrays in the same pieces give the same bits on one machine.
@@ -51,21 +53,25 @@ def search_top_k(
     pieces = [documents] if isinstance(documents, np.ndarray) else documents
     query_tiles = [query[start : start + QUERY_TILE] for start in range(0, max(1, len(query)), QUERY_TILE)]
     best = [(tile.new_empty((len(tile), 0)), tile.new_empty((len(tile), 0), dtype=torch.int64)) for tile in query_tiles]
+    rank_N = None if tie_order_N is None else torch.from_numpy(np.argsort(tie_order_N)).to(device)
     first_row = 0
     for piece in pieces:
         for start in range(0, len(piece), DOCUMENT_TILE):
             # A copy: a memory-mapped tile is read-only, which torch does not support.
             tile_TD = torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
+            last_row = first_row + len(tile_TD)
+            tile_rows: tuple[Tensor, Tensor | slice] = (torch.arange(first_row, last_row, device=device), slice(None))
+            rank_T, order_T = tile_rows if rank_N is None else torch.sort(rank_N[first_row:last_row])
             for number, tile_QD in enumerate(query_tiles):
-                tile_score_QK, tile_row_QK = _stable_top_k(tile_QD @ tile_TD.T, top_k)
-                # Earlier tiles come first, so ties stay sorted by row.
+                tile_score_QK, column_QK = _stable_top_k((tile_QD @ tile_TD.T)[:, order_T], top_k)
                 score_QM = torch.cat([best[number][0], tile_score_QK], dim=1)
-                row_QM = torch.cat([best[number][1], tile_row_QK + first_row], dim=1)
-                score_QK, column_QK = _sorted_top_k(score_QM, top_k)
-                best[number] = score_QK, row_QM.gather(1, column_QK)
-            first_row += len(tile_TD)
-    score = torch.cat([scores for scores, _ in best]).cpu().numpy()
-    return TopK(score, torch.cat([rows for _, rows in best]).cpu().numpy())
+                rank_QM, column_QM = torch.sort(torch.cat([best[number][1], rank_T[column_QK]], dim=1), dim=1)
+                score_QK, column_QK = _sorted_top_k(score_QM.gather(1, column_QM), top_k)
+                best[number] = score_QK, rank_QM.gather(1, column_QK)
+            first_row = last_row
+    score_QK = torch.cat([scores for scores, _ in best]).cpu().numpy()
+    rank_QK = torch.cat([ranks for _, ranks in best]).cpu().numpy()
+    return TopK(score_QK, rank_QK if tie_order_N is None else tie_order_N[rank_QK])
 
 
 def require_top_k(top_k: int) -> None:

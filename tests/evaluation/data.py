@@ -9,7 +9,7 @@ def write_rows(path, rows):
 
 
 def write_retrieval(folder):
-    """Six documents; queries a and b have relevant documents, c and d do not."""
+    """Six documents; queries a and b have relevant documents, d an irrelevant one, and c no judgment."""
     texts = ["quick brown fox", "lazy dog", "pad sequences", "one length", "two numbers", "brown dog"]
     write_rows(
         folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "the", "text": text} for i, text in enumerate(texts)]

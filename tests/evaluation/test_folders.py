@@ -26,7 +26,9 @@ from embeddings.evaluation.folders import (
     retrieval_files_of,
     retrieval_metrics,
     spearman,
+    trec_order,
 )
+from embeddings.inference.search import search_top_k
 from tests.evaluation.data import (
     write_labelled,
     write_pair_classification,
@@ -44,14 +46,21 @@ def check_retrieval(folder):
     assert isinstance(folder, RetrievalFolder)
     assert folder.documents[0] == "the quick brown fox"
     assert folder.document_ids == ["d0", "d1", "d2", "d3", "d4", "d5"]
-    assert (folder.queries, folder.query_ids, folder.num_skipped) == (["brown fox", "numbers"], ["a", "b"], 2)
+    assert folder.queries == ["brown fox", "numbers", "judged, none relevant"]
+    assert (folder.query_ids, folder.num_skipped) == (["a", "b", "d"], 1)
     qrels = folder.qrels
-    assert (qrels.num_queries, qrels.num_documents) == (2, 6)
+    assert (qrels.num_queries, qrels.num_documents) == (3, 6)
     triples = zip(qrels.query_J, qrels.document_J, qrels.relevance_J, strict=True)
-    assert {(int(q), int(d), float(r)) for q, d, r in triples} == {(0, 0, 2), (0, 5, 1), (0, 1, 0), (1, 4, 1)}
+    assert {(int(q), int(d), float(r)) for q, d, r in triples} == {
+        (0, 0, 2),
+        (0, 5, 1),
+        (0, 1, 0),
+        (1, 4, 1),
+        (2, 1, 0),
+    }
 
 
-def test_a_retrieval_folder_keeps_the_queries_with_a_relevant_document(tmp_path):
+def test_a_retrieval_folder_keeps_the_queries_with_a_judgment(tmp_path):
     check_retrieval(read_evaluation_folder(write_retrieval(tmp_path)))
 
 
@@ -304,11 +313,36 @@ def test_hand_numbers():
     assert dcg(np.array([[0.0, 3.0, 1.0]])) == pytest.approx([gained])
 
 
-def test_queries_without_a_relevant_document_are_skipped_and_counted():
+def test_only_queries_without_a_judgment_are_skipped_and_counted():
     qrels = Qrels(np.array([0, 2]), np.array([1, 0]), np.array([1.0, 0.0]), 4, 3)
     scores = retrieval_metrics(np.array([[1, 0]] * 4), qrels, (2,))
-    assert (scores.num_queries, scores.num_skipped) == (1, 3)
-    assert scores.metrics["ndcg_at_2"] == 1.0
+    assert (scores.num_queries, scores.num_skipped) == (2, 2)
+    assert scores.metrics["ndcg_at_2"] == 0.5
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_metrics_and_ties_are_those_of_mteb(seed):
+    from mteb._evaluators.retrieval_metrics import calculate_retrieval_scores
+
+    generator = np.random.default_rng(seed)
+    num_documents, cutoffs = int(generator.integers(1, 40)), (1, 3, 10)
+    # Vectors of few small integers: many scores are equal, and exact in float32.
+    query_QD, document_ND = (generator.integers(0, 2, (size, 3)).astype(np.float32) for size in (5, num_documents))
+    ids = [f"{'aéß😀'[number % 4]}{number}" for number in generator.permutation(num_documents).tolist()]
+    grades = generator.integers(-1, 3, (5, num_documents)) * (generator.random((5, num_documents)) < 0.3)
+    grades[0] = 0  # judged, and nothing is relevant
+    relevance = [dict(enumerate(row.tolist())) for row in grades]
+    ranked_QK = search_top_k(query_QD, np.array_split(document_ND, 3), 10, tie_order_N=trec_order(ids)).index_QK
+    ours = retrieval_metrics(ranked_QK, judged(relevance, num_documents), cutoffs).metrics
+    qrels = {str(q): {ids[row]: grade for row, grade in judged.items()} for q, judged in enumerate(relevance)}
+    results = {
+        str(q): dict(zip(ids, scores, strict=True)) for q, scores in enumerate((query_QD @ document_ND.T).tolist())
+    }
+    theirs = calculate_retrieval_scores(results, qrels, cutoffs)
+    for name, values in (("ndcg", theirs.ndcg), ("map", theirs.map), ("recall", theirs.recall), ("mrr", theirs.mrr)):
+        for title, value in values.items():
+            # mteb rounds to five digits.
+            assert ours[f"{name}_at_{title.split('@')[1]}"] == pytest.approx(value, abs=6e-6), (name, title)
 
 
 def test_empty_qrels_give_no_metrics_and_no_error():

@@ -27,11 +27,11 @@ def loaded(folder):
     return task
 
 
-def test_retrieval_keeps_graded_and_irrelevant_documents_and_drops_queries_without_one(tmp_path):
+def test_retrieval_keeps_graded_and_irrelevant_documents_and_drops_queries_without_a_judgment(tmp_path):
     split = loaded(write_retrieval(tmp_path / "r")).dataset["default"]["test"]
-    assert split["queries"]["id"] == ["a", "b"]
+    assert split["queries"]["id"] == ["a", "b", "d"]
     assert split["corpus"]["text"][1] == "the lazy dog"
-    assert split["relevant_docs"] == {"a": {"d0": 2, "d5": 1, "d1": 0}, "b": {"d4": 1}}
+    assert split["relevant_docs"] == {"a": {"d0": 2, "d5": 1, "d1": 0}, "b": {"d4": 1}, "d": {"d1": 0}}
 
 
 def test_two_labels_of_the_test_split_are_0_and_1_even_if_training_has_more(tmp_path):

@@ -41,10 +41,11 @@ def test_retrieval_ranks_every_document_by_cosine(encoder, tmp_path):
     ranked = np.argsort(-(queries @ documents.T) / norms, axis=1).tolist()
     each = [by_hand(ranked[0], {0: 2, 5: 1, 1: 0}, 10), by_hand(ranked[1], {4: 1}, 10)]
     for name in ("ndcg", "mrr", "recall", "map"):
-        assert result.metrics[f"{name}_at_10"] == pytest.approx(np.mean([query[name] for query in each]))
+        # The third query is judged, but nothing is relevant to it.
+        assert result.metrics[f"{name}_at_10"] == pytest.approx(sum(query[name] for query in each) / 3)
     assert "recall_at_100" in result.metrics
     assert (result.name, result.kind, result.main_metric) == ("mine", "retrieval", "ndcg_at_10")
-    assert result.counts == {"num_queries": 2, "num_documents": 6, "num_skipped": 2}
+    assert result.counts == {"num_queries": 3, "num_documents": 6, "num_skipped": 1}
     assert result.seconds > 0
 
 
@@ -171,13 +172,13 @@ def test_a_mistake_in_the_last_folder_is_found_before_the_first_is_scored(encode
 
 def test_the_table_has_a_row_per_folder_in_aligned_columns():
     results = [
-        EvaluationResult("cranfield", "retrieval", {"ndcg_at_10": 0.375, "mrr_at_10": 0.5}, {}, 12.34),
+        EvaluationResult("cranfield", "retrieval", {"ndcg_at_10": 0.375, "mrr_at_10": 0.5}, {"num_skipped": 3}, 12.34),
         EvaluationResult("s", "sts", {"cosine_spearman": 0.82}, {}, 1.0),
     ]
     assert format_results(results).split("\n") == [
-        "data       kind       scores                               seconds",
-        "cranfield  retrieval  ndcg_at_10 0.3750  mrr_at_10 0.5000  12.3",
-        "s          sts        cosine_spearman 0.8200               1.0",
+        "data       kind       scores                               skipped  seconds",
+        "cranfield  retrieval  ndcg_at_10 0.3750  mrr_at_10 0.5000  3        12.3",
+        "s          sts        cosine_spearman 0.8200                        1.0",
     ]
     at_widths = [EvaluationResult("s", "sts", {"cosine_spearman": 0.8}, {}, 1.0, width) for width in (384, 128)]
     assert [line.split("  ")[0] for line in format_results(at_widths).split("\n")[1:]] == ["s [384]", "s [128]"]

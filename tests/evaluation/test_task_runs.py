@@ -15,7 +15,7 @@ from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.encoder import Encoder
-from tests.evaluation.data import write_similarity
+from tests.evaluation.data import write_rows, write_similarity
 from tests.evaluation.task_sets import memory_task, other_tasks, write_other_sets
 from tests.helpers.interrupts import interrupted_at
 from tests.inference.models import counted_encodings, given_prompts, on_encode, tiny_embedder
@@ -315,6 +315,21 @@ def test_folders_of_pairs_candidates_and_summaries_have_the_scores_of_mteb(encod
         alone = evaluate_folder(encoder, root / name).metrics
         assert alone == pytest.approx({metric: scores[metric] for metric in alone}, abs=1e-4), name
         assert next(iter(alone)) == shared[name]
+
+
+def test_a_folder_with_copies_and_irrelevant_judgments_has_one_score_in_both_modes(encoder, tmp_path):
+    texts = ["brown fox", "lazy dog", "brown fox", "brown fox", "two numbers", "brown fox"]
+    write_rows(tmp_path / "r" / "corpus.jsonl", [{"_id": f"d{row}", "text": text} for row, text in enumerate(texts)])
+    queries = [{"_id": name, "text": text} for name, text in zip("abc", ["brown fox", "lazy dog", "fox"], strict=True)]
+    write_rows(tmp_path / "r" / "queries.jsonl", queries)
+    (tmp_path / "r" / "qrels.tsv").write_text("a\td2\t1\na\td5\t2\nb\td0\t0\n")
+    result = evaluate_folder(encoder, tmp_path / "r")
+    (score,) = run(encoder, str(tmp_path / "r"), tmp_path / "out")
+    assert result.metrics["ndcg_at_10"] == pytest.approx(score.scores[32], abs=1e-5)
+    # The copies are ranked d5, d3, d2, d0, and query b has the score 0.
+    found = (2 + 1 / math.log2(4)) / (2 + 1 / math.log2(3))
+    assert result.metrics["ndcg_at_10"] == pytest.approx(found / 2)
+    assert (result.counts["num_queries"], result.counts["num_skipped"]) == (2, 1)
 
 
 def test_every_score_equals_that_of_mteb_alone_with_the_prompts_that_it_chooses(sets, tmp_path, monkeypatch):

@@ -48,6 +48,12 @@ def test_equal_scores_keep_the_order_of_the_corpus():
     assert (score_Qk[2] == 0).all()
 
 
+def test_equal_scores_may_have_another_order_than_the_corpus():
+    index_Qk, score_Qk = BM25(["x", "y", "x"], str.split).search(["x", "z"], 3, tie_order_N=np.array([2, 0, 1]))
+    assert index_Qk.tolist() == [[2, 0, 1], [2, 0, 1]]
+    assert score_Qk[0].tolist() == sorted(score_Qk[0].tolist(), reverse=True)
+
+
 def test_a_small_corpus_no_query_and_texts_without_words_are_searched():
     index = BM25(["only one"])
     assert index.search(["one"], top_k=10)[0].tolist() == [[0]]
