@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from embeddings.data import EmbeddingDataModule, SourceConfig, source_from_rows
     from embeddings.inference import Encoder
     from embeddings.losses import InfoNCE
-    from embeddings.models import BackboneConfig, Embedder, LoraSettings
+    from embeddings.models import BackboneConfig, Embedder, LoraSettings, MeanPooling
     from embeddings.modules import CDEModule, MGHCurriculumModule, MoEEmbedModule, NVEmbedModule
     from embeddings.training.optim import Schedule
 
@@ -28,6 +28,7 @@ __all__ = [
     "InfoNCE",
     "LoraSettings",
     "MGHCurriculumModule",
+    "MeanPooling",
     "MoEEmbedModule",
     "NVEmbedModule",
     "RetrievalEvaluation",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli import main as command_line
-from embeddings.cli.fit import check_arguments
+from embeddings.cli.fit import TrainerCLI, check_arguments, run_trainer
 from embeddings.cli.plan import OPTIONS
 from embeddings.data import EmbeddingDataModule
 from tests.docs.pages import (
@@ -201,6 +201,41 @@ def test_the_python_of_the_readme_trains_and_searches_and_that_of_the_pages_serv
     exec(compile(rows, "docs/getting-started.md", "exec"), found)
     found["data"].setup()
     assert found["data"].sizes == (1,)
+
+
+def test_the_python_of_the_readme_trains_as_own_pairs_does(tmp_path, monkeypatch):
+    """The same optimiser, schedule, temperature, precision, epochs, batches and texts."""
+    monkeypatch.chdir(tmp_path)
+    tiny = save_backbone(str(tmp_path / "backbone"), tiny_bert(num_positions=512), wordpiece_tokenizer())
+    Path("train.jsonl").write_text('{"query": "a fox", "positive": "the fox"}\n' * 2, encoding="utf-8")
+    fits = []
+
+    def fit(trainer, model, datamodule=None, **options):
+        fits.append((trainer, model, datamodule))
+        raise InterruptedError
+
+    monkeypatch.setattr("embeddings.cli.trainer.Trainer.fit", fit)
+    monkeypatch.setattr(TrainerCLI, "after_instantiate_classes", lambda cli: fit(cli.trainer, cli.model, cli.datamodule))
+    (code,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    assert len([line for line in code.splitlines() if line]) == 10
+    with pytest.raises(InterruptedError):
+        exec(compile(code.replace("all-MiniLM-L6-v2", tiny), "README.md", "exec"), {})
+    options = ["--model.backbone.name", tiny, "--data.sources", "[{name: support, path: train.jsonl}]"]
+    with pytest.raises(InterruptedError):
+        run_trainer(["fit", "--config", str(ROOT / "lightning_configs" / "own_pairs.yaml"), *options])
+    script, config = (
+        {
+            "optimizer": model.optimizer_config(),
+            "schedule": model._schedule,
+            "loss": (model.loss.temperature, model.loss.in_batch_negatives, model.loss.similarity),
+            "pooling": type(model.embedder.pooling),
+            "trainer": (trainer.precision, trainer.max_epochs, trainer.gradient_clip_val, trainer.max_steps),
+            "batch": (trainer.accumulate_grad_batches, data.batch_size, data.num_negatives, data.text),
+        }
+        for trainer, model, data in fits
+    )
+    assert script == config
+    assert config["loss"][0] == 0.05
 
 
 def test_the_figures_of_the_readme_are_those_of_the_files():
