@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import IO
 
 from embeddings.common import NumericError, PreemptedError, UserError
-from embeddings.common.errors import WorkerError, is_panic
+from embeddings.common.errors import SeveralErrors, WorkerError, is_panic
 from embeddings.common.text import one_line
 
 EXIT_OK, EXIT_BUG, EXIT_INPUT, EXIT_FAILED, EXIT_IO, EXIT_INTERRUPTED, EXIT_NO_READER = 0, 1, 2, 70, 74, 130, 141
@@ -57,7 +57,8 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
     try:
         command()
     except (UserError, NumericError, WorkerError) as error:
-        return _report(str(error), error.exit_code)
+        num_errors = len(error.errors) if isinstance(error, SeveralErrors) else 1
+        return _report(str(error), error.exit_code, 500 * num_errors)
     except KeyboardInterrupt:
         return _report(interrupted, EXIT_INTERRUPTED)
     except PreemptedError as stop:
@@ -117,8 +118,8 @@ def _without_suffix(path: object) -> str:
     return re.sub(r"\.([^/]+)\.\w+\.tmp\b", r"\1", str(path))
 
 
-def _report(message: str, code: int) -> int:
-    _say(f"error: {one_line(message, 500)}")
+def _report(message: str, code: int, limit: int = 500) -> int:
+    _say(f"error: {one_line(message, limit)}")
     return code
 
 

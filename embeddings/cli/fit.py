@@ -37,7 +37,7 @@ from embeddings.cli.configs import check_configs, check_functions, expand_recipe
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
-from embeddings.common import OptionError, UserError
+from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.text import one_line
@@ -124,6 +124,10 @@ class TrainerCLI(LightningCLI):
         self._make_small(args)
         check_functions(args, self.config)
         check_numbers(self.config)
+        self.check_checkpoint()
+
+    def check_checkpoint(self) -> None:
+        """Check `--ckpt_path` before anything is built."""
         check_checkpoint(self.config.ckpt_path)
 
     def _make_small(self, args: Any) -> None:
@@ -468,8 +472,8 @@ def move_exports(changes: Changes, folder: Path) -> None:
             options.replace = True
 
 
-def use_stand_in(changes: Changes, folder: Path) -> None:
-    """Replace the model by a tiny random one of the same architecture, and reduce the run to a few steps on the CPU."""
+def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -> None:
+    """Replace the model by a tiny random one of the same architecture; if it is not known, of the model `unknown`."""
     model: Any = changes.run.model.init_args
     scratch, key = model.get("from_scratch"), "model.init_args"
     if scratch is not None:
@@ -479,7 +483,7 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
         changes.set(f"{key}.from_scratch.settings", {**scratch.settings, **small})
     for name in ("backbone", "first_stage_backbone"):
         if model.get(name) is not None:
-            _replace_backbone(changes, name, folder)
+            _replace_backbone(changes, name, folder, unknown)
     changes.set(f"{key}.initial_model", None)
     if model.get("masking") is not None and model.masking.mask_token is None and model.objective == "mntp":
         # A decoder's stand-in tokenizer has no mask token.
@@ -487,13 +491,18 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
     widths = changes.run.get(f"{key}.loss.init_args.widths")
     if widths:
         changes.set(f"{key}.loss.init_args.widths", [width * TINY["hidden_size"] // max(widths) for width in widths])
+
+
+def use_stand_in(changes: Changes, folder: Path) -> None:
+    """Replace the model by a tiny one of the same architecture, and reduce the run to a few steps on the CPU."""
+    use_tiny_model(changes, folder)
     for option, value in _HARDWARE.items():
         changes.set(f"trainer.{option}", value)
     if str(changes.run.trainer.precision).startswith("16"):
         changes.set("trainer.precision", "bf16-mixed")
     if changes.run.trainer.max_steps in _UNLIMITED:
         changes.set("trainer.max_steps", MAX_STEPS)
-    for part, limits in (("trainer", _TRAINER), ("data.init_args", _DATA), (key, _MODEL)):
+    for part, limits in (("trainer", _TRAINER), ("data.init_args", _DATA), ("model.init_args", _MODEL)):
         for option, limit in limits.items():
             changes.lower(f"{part}.{option}", limit)
     for callback in changes.run.trainer.callbacks or ():
@@ -503,10 +512,15 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
     move_exports(changes, folder)
 
 
-def _replace_backbone(changes: Changes, name: str, folder: Path) -> None:
+def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | None) -> None:
     model: Any = changes.run.model.init_args
     # If the run starts from a model directory, its architecture counts, including experts.
-    original = architecture(model.get("initial_model") or model[name].name)
+    try:
+        original = architecture(model.get("initial_model") or model[name].name)
+    except InputError:
+        if unknown is None:
+            raise
+        original = architecture(unknown)
     stand_in = folder / f"tiny_{original.model_type}"
     write_stand_in(stand_in, tiny_architecture(original), _HEADS.get(model.get("objective", "")))
     key = f"model.init_args.{name}"

@@ -2,8 +2,9 @@
 
 import shutil
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +16,12 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
 from embeddings.callbacks.run_record import run_logger
-from embeddings.cli.fit import Checked, CheckingCLI, TrainerCLI, run_trainer
-from embeddings.cli.trainer import start_checks
+from embeddings.cli.fit import Changes, Checked, CheckingCLI, TrainerCLI, run_trainer, use_tiny_model
+from embeddings.cli.trainer import print_to_stderr, start_checks
 from embeddings.common import InputError, OptionError, TextSettings, UserError
 from embeddings.common.checkpoint_file import peek_checkpoint
 from embeddings.common.distributed import count_values, planning_for
+from embeddings.common.errors import run_checks
 from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
@@ -50,6 +52,8 @@ from embeddings.training.plan import (
 GIB, GB = 2**30, 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
 GPUS_PER_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
+# The architecture that `fit --check` assumes for a model that is not on this machine and whose architecture is unknown.
+UNKNOWN_MODEL = "answerdotai/ModernBERT-base"
 # Fraction of GPU memory left after CUDA, NCCL and fragmentation.
 USABLE_FRACTION = 0.9
 # Bytes per token on disk: exact for packed rows, approximate for English text.
@@ -86,6 +90,7 @@ def plan(argv: Sequence[str]) -> None:
     The model is built from its config on the meta device, and one step is traced without data. No weights, data or GPU
     are needed.
     """
+    print_to_stderr("reading the configs")
     try:
         run_trainer(["fit", *argv[1:]], PlanCLI)
     except Checked as checked:
@@ -98,10 +103,12 @@ def plan(argv: Sequence[str]) -> None:
             raise OptionError(name, value, "must be > 0", "leave it out for the default")
     if options["peak_share"] > 1:
         raise OptionError("peak_share", options["peak_share"], "must be <= 1", "0.4 is usual if data is no bottleneck")
+    print_to_stderr("building the model without its weights")
     with TemporaryDirectory() as folder:
         module = build(parser, run, options["model_config"], Path(folder))
     setting = setting_of(run, options["gpus"])
     is_quantised = bool((run.model.init_args.get("backbone") or {}).get("quantization"))
+    print_to_stderr("counting the operations of a step")
     with without_data(module):
         texts, loss = trace_run(module, run, setting, options)
     cost = plan_step(module, texts, loss, setting, module.state_per_weight())
@@ -340,7 +347,8 @@ def check_run(argv: Sequence[str]) -> None:
     """Check a run as `fit` does before its first step, and print what it would do; nothing is trained or written.
 
     Config, model, data and checkpoint are read as in the run. A source that is not converted yet is converted in a
-    temporary folder, so all its rows are checked. One line names all errors that are found before data is read.
+    temporary folder, so all its rows are checked. One line names all errors that are found before data is read, such as
+    a missing model, missing data files, and missing folders of clusters, surrogate vectors and validation data.
     """
     run_trainer(argv, RunCheck)
 
@@ -350,13 +358,35 @@ class RunCheck(TrainerCLI):
 
     only_checks = True
 
+    def check_checkpoint(self) -> None:
+        """Check the checkpoint; without a valid one the check goes on as for a run that starts from the beginning."""
+        self.errors: list[UserError] = []
+        try:
+            super().check_checkpoint()
+        except UserError as error:
+            self.errors.append(error)
+            self.config.ckpt_path = None
+
     def instantiate_classes(self) -> None:
-        """Make module, data and trainer; without a GPU, weights are not quantised to 4 bits."""
+        """Make module, data and trainer; without a GPU, weights are not quantised to 4 bits.
+
+        If the model cannot be loaded, a tiny one takes its place, so that data and callbacks are checked too.
+        """
         arguments: Any = self.config.model.get("init_args")
         backbone = None if arguments is None else arguments.get("backbone")
         if backbone is not None and backbone.get("quantization") and not torch.cuda.is_available():
             backbone["quantization"] = None
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except UserError as error:
+            self.errors.append(error)
+            with TemporaryDirectory() as folder:
+                use_tiny_model(Changes(self.config, ()), Path(folder), unknown=UNKNOWN_MODEL)
+                try:
+                    super().instantiate_classes()
+                except UserError as other:
+                    self.errors.append(other)
+                    self._raise_errors()
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer; missing devices are replaced by as many processes on the CPU."""
@@ -369,16 +399,7 @@ class RunCheck(TrainerCLI):
 
     def after_instantiate_classes(self) -> None:
         """Run the checks of all parts and collect their errors, then read the data and print what the run would do."""
-        errors: dict[str, UserError] = {}
-        for check in start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path):
-            try:
-                check()
-            except UserError as error:
-                errors.setdefault(str(error), error)
-        if len(errors) > 1:
-            raise UserError(f"{len(errors)} errors: {' | '.join(errors)}")
-        if errors:
-            raise next(iter(errors.values()))
+        self._raise_errors(*start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path))
         trainer, module, data = self.trainer, self.model, self.datamodule
         with ExitStack() as stack:
             stack.enter_context(planning_for(trainer.world_size))
@@ -392,6 +413,14 @@ class RunCheck(TrainerCLI):
                 data.prepare_data()
             module.prepare_data()
             print("\n".join(self.lines()))
+
+    def _raise_errors(self, *checks: Callable[[], object]) -> None:
+        """Raise the errors so far and those of some checks in one line."""
+
+        def fail(error: UserError) -> None:
+            raise error
+
+        run_checks([*(partial(fail, error) for error in self.errors), *checks])
 
     def lines(self) -> list[str]:
         """The run's model, data, hardware and paths."""

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import requires
 from pathlib import Path
@@ -72,6 +72,28 @@ class OptionError(UserError):
 
     def __init__(self, option: str, value: object, rule: str, hint: str) -> None:
         super().__init__(f"{option} {rule}, got {shown(value)}; {hint}")
+
+
+class SeveralErrors(UserError):
+    """Several independent errors in one line; `errors` are those of each check, in order, each once."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        super().__init__(f"{len(errors)} errors: {' | '.join(map(str, errors))}")
+        self.errors = errors
+
+
+def run_checks(checks: Iterable[Callable[[], object]]) -> None:
+    """Run every check, and raise the error of the only one that failed, or one `SeveralErrors`."""
+    found: dict[str, UserError] = {}
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            each = error.errors if isinstance(error, SeveralErrors) else [error]
+            found |= {str(error): error for error in each if str(error) not in found}
+    if found:
+        errors = list(found.values())
+        raise errors[0] if len(errors) == 1 else SeveralErrors(errors)
 
 
 def refuse_given(options: Mapping[str, object], rule: str, hint: str = "leave it out") -> None:

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import planned_place
-from embeddings.common.errors import InputError, OptionError, UserError
+from embeddings.common.errors import InputError, OptionError, UserError, run_checks
 from embeddings.common.io import check_manifest, check_regular_files
 from embeddings.common.process import STOP_SIGNALS, block_signals, logger
 from embeddings.common.protocols import BatchNeeds, KeepsArguments, NeedsBatches, RunData, TextModule, TokenizedModule
@@ -376,13 +377,16 @@ class EmbeddingDataModule(PlannedDataModule):
         """Check files, plan and prompts as far as possible before sources are read, which may take hours."""
         needs = batch_needs(module)
         num_queries = self.batch_size * (trainer.world_size if needs.gathers_candidates else 1)
-        check_negatives_asked_for(self.sources, needs, self.num_negatives, num_queries)
-        check_files(self.sources)
-        for source in self.sources:
-            if source.surrogate_vectors is not None:
-                check_manifest(fill_path(source.surrogate_vectors) / "index", {"kind": "pair_index"})
-        self._check_plan_options(trainer, module)
-        check_prompts(self._tokenizer_for(module), self.sources)
+        surrogates = [source.surrogate_vectors for source in self.sources if source.surrogate_vectors is not None]
+        run_checks(
+            [
+                lambda: check_negatives_asked_for(self.sources, needs, self.num_negatives, num_queries),
+                lambda: check_files(self.sources),
+                *(partial(check_manifest, fill_path(path) / "index", {"kind": "pair_index"}) for path in surrogates),
+                lambda: self._check_plan_options(trainer, module),
+                lambda: check_prompts(self._tokenizer_for(module), self.sources),
+            ]
+        )
 
     def prepare_data(self) -> None:
         """Convert new sources, on one rank, and check that they suit the plan."""

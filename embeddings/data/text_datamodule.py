@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, run_checks
 from embeddings.common.io import check_file, check_manifest, load_array, write_manifest
 from embeddings.common.jobs import progress_bar
 from embeddings.common.protocols import RowTaskModule
@@ -349,11 +349,14 @@ class TextDataModule(PlannedDataModule):
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
         """Check files, packages and plan as far as possible before tokenising, which may take hours."""
         sources = [*self.sources, *self.validation_sources]
-        check_files(sources)
-        for source in sources:
-            source.check()
-        self._check_plan_options(trainer, module)
-        self._base_tokenizer(module)
+        run_checks(
+            [
+                lambda: check_files(sources),
+                *(source.check for source in sources),
+                lambda: self._check_plan_options(trainer, module),
+                lambda: self._base_tokenizer(module),
+            ]
+        )
 
     def prepare_data(self) -> None:
         """Tokenise new sources, on one rank, and check that they fill a batch."""

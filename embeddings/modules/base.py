@@ -36,6 +36,7 @@ from embeddings.common import (
 )
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import mean_over_ranks
+from embeddings.common.errors import run_checks
 from embeddings.common.process import logger
 from embeddings.common.protocols import KeepsArguments, RunData, as_config, run_data
 from embeddings.common.random import derive_seed, run_seed
@@ -392,12 +393,16 @@ class ContrastiveModule(BaseModule):
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """As in `BaseModule`; also check loss, text lengths and teachers against the model and the data."""
         has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
-        self.loss.check_teacher(has_surrogates, has_scores)
-        self.loss.check_width(self.embedder.embedding_dim)
-        if data is not None and data.text is not None:
-            self.embedder.check_lengths(data.text)
-        super().check_run(trainer, module, data)
-        self.load_teachers()
+        text = None if data is None else data.text
+        run_checks(
+            [
+                lambda: self.loss.check_teacher(has_surrogates, has_scores),
+                lambda: self.loss.check_width(self.embedder.embedding_dim),
+                lambda: text is not None and self.embedder.check_lengths(text),
+                partial(super().check_run, trainer, module, data),
+                self.load_teachers,
+            ]
+        )
 
     def load_teachers(self) -> None:
         """Load the frozen teacher models, once."""

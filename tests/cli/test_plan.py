@@ -260,6 +260,37 @@ def test_all_missing_files_are_named_in_one_line(tmp_path, capsys):
     assert main(words) == 0
 
 
+@pytest.mark.parametrize("has_teacher", [True, False])
+def test_everything_that_is_missing_is_named_in_one_line(has_teacher, tmp_path, capsys):
+    """Model, checkpoint, data files, clusters, validation folder, and a teacher or surrogate vectors: a part for each."""
+    sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("one", "two")]
+    sampler = component("embeddings.data.ClusteredBatchSampler", clusters={"one": "group_1", "two": "group_2"})
+    config = run_config(tmp_path, sources=sources, sampler=sampler)
+    config["trainer"]["callbacks"] = [component("embeddings.callbacks.RetrievalEvaluation", folder="eval")]
+    # The architecture of the second is not known.
+    model = "mistralai/Mistral-7B-v0.1" if has_teacher else "nobody/unknown"
+    config["model"]["init_args"]["backbone"]["name"] = model
+    parts = ["--ckpt_path no.ckpt: no such file", model, "2 paths match no file: one.jsonl (no such file), two.jsonl"]
+    parts += ["group_1/manifest.json", "group_2/manifest.json", "eval: is not a folder"]
+    if has_teacher:
+        loss = component("embeddings.losses.SimilarityDistillation", teacher="no_teacher", temperature=0.05)
+        config["model"]["init_args"]["loss"] = loss
+        parts.append("no_teacher: is neither")
+    else:
+        for source in sources:
+            source["surrogate_vectors"] = f"surrogate_{source['name']}"
+        loss = component("embeddings.losses.InfoNCE", false_negative_filter={"margin": 0.0})
+        config["model"]["init_args"]["loss"] = loss
+        parts += ["surrogate_one/index/manifest.json", "surrogate_two/index/manifest.json"]
+    options = ["--ckpt_path", "no.ckpt", "--check"]
+    assert main(["fit", "--config", write_config(tmp_path, config), *options]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    found = line.removeprefix(f"error: {len(parts)} errors: ").split(" | ")
+    assert len(found) == len(parts), line
+    for part in parts:
+        assert any(part in each for each in found), part
+
+
 def test_a_run_that_would_resume_names_its_checkpoint_and_converts_nothing_again(tmp_path, capsys, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"] |= {"max_steps": 2, "callbacks": [component("ModelCheckpoint", every_n_train_steps=1)]}

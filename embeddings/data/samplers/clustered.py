@@ -6,6 +6,7 @@ The clusters are concatenated and split into batches.
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, run_checks
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.random import KeyedPermutation, derive_seed, sorted_permutation
@@ -336,8 +337,8 @@ class ClusteredBatchSampler(BatchSampler):
 
     def check_sources(self, names: Sequence[str]) -> None:
         """Check that each source has a folder of clusters; `identify` checks that they fit the source."""
-        for path in cluster_paths(self.clusters, names):
-            check_manifest(path, {"kind": KIND, "complete": True})
+        paths = cluster_paths(self.clusters, names)
+        run_checks(partial(check_manifest, path, {"kind": KIND, "complete": True}) for path in paths)
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         """Open the clusters of each source, and check that they were made from it."""
