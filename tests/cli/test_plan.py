@@ -262,7 +262,7 @@ def test_all_missing_files_are_named_in_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("has_teacher", [True, False])
 def test_everything_that_is_missing_is_named_in_one_line(has_teacher, tmp_path, capsys):
-    """Model, checkpoint, data files, clusters, validation folder, and a teacher or surrogate vectors: a part for each."""
+    """A part for each: model, checkpoint, data files, clusters, validation folder, teacher or surrogate vectors."""
     sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("one", "two")]
     sampler = component("embeddings.data.ClusteredBatchSampler", clusters={"one": "group_1", "two": "group_2"})
     config = run_config(tmp_path, sources=sources, sampler=sampler)

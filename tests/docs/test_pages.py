@@ -215,7 +215,9 @@ def test_the_python_of_the_readme_trains_as_own_pairs_does(tmp_path, monkeypatch
         raise InterruptedError
 
     monkeypatch.setattr("embeddings.cli.trainer.Trainer.fit", fit)
-    monkeypatch.setattr(TrainerCLI, "after_instantiate_classes", lambda cli: fit(cli.trainer, cli.model, cli.datamodule))
+    monkeypatch.setattr(
+        TrainerCLI, "after_instantiate_classes", lambda run: fit(run.trainer, run.model, run.datamodule)
+    )
     (code,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "python")
     assert len([line for line in code.splitlines() if line]) == 10
     with pytest.raises(InterruptedError):
