@@ -18,6 +18,7 @@ from embeddings.common.process import (
     check_variables,
     handle_preemption,
     ignore_stop_signals,
+    limit_kernel_cache,
     log_to_stderr,
     quiet_libraries,
 )
@@ -102,6 +103,7 @@ ALIASES |= dict.fromkeys(("benchmark", "validate", "test"), "evaluate")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `cli.errors`)."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    limit_kernel_cache()
     with log_to_stderr(), quiet_libraries():
         return run_guarded(lambda: dispatch(argv), RESUMABLE if resumes(argv) else INTERRUPTED)
 

@@ -13,7 +13,7 @@ from embeddings import figures
 from embeddings.common import TextSettings
 from embeddings.common.errors import program
 from embeddings.common.io import write_json
-from embeddings.common.process import tune_malloc
+from embeddings.common.process import trim_malloc, tune_malloc
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
 from embeddings.data.docstrings import prepare_docstrings
@@ -82,10 +82,11 @@ def quickstart() -> None:
 
 @contextmanager
 def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Print the title of a phase and record its duration."""
+    """Print the title of a phase and record its duration; return its memory to the system."""
     print(f"\n[{number}/{NUM_PHASES}] {title}", flush=True)
     start = time.perf_counter()
     yield
+    trim_malloc()
     seconds[name] = time.perf_counter() - start
 
 

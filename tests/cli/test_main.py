@@ -1,5 +1,6 @@
 """Dispatch of commands, and the options made from a function's signature."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -181,3 +182,14 @@ def test_a_stop_signal_during_the_exit_changes_nothing():
     late = "import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1)"
     script = f"{late}; sys.argv = ['main.py', '--help']; runpy.run_path('main.py', run_name='__main__')"
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "128"), ("7", "7")])
+def test_a_command_limits_the_kernels_that_onednn_keeps(given, expected, monkeypatch):
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    # Set first, so that the variable is restored after the test.
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    assert main(["show", "--help"]) == 0
+    assert os.environ[name] == expected

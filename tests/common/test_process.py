@@ -299,3 +299,23 @@ def test_a_process_that_ignores_ctrl_c_keeps_ignoring_it():
         send(signal.SIGINT, signal.SIGINT)
         assert stop_request.first == 0
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's heap")
+def test_free_memory_between_used_blocks_is_returned_to_the_system():
+    code = """
+from pathlib import Path
+from embeddings.common.process import trim_malloc
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+blocks = [b"x" * (60_000 + row) for row in range(4000)]
+used = blocks[::100]
+del blocks
+before = resident()
+assert trim_malloc()
+print(before - resident())
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) > 100 * 2**20
