@@ -58,7 +58,7 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
         command()
     except (UserError, NumericError, WorkerError) as error:
         num_errors = len(error.errors) if isinstance(error, SeveralErrors) else 1
-        return _report(str(error), error.exit_code, 500 * num_errors)
+        return _report(str(error), error.exit_code, 500 * max(1, num_errors))
     except KeyboardInterrupt:
         return _report(interrupted, EXIT_INTERRUPTED)
     except PreemptedError as stop:

@@ -77,6 +77,9 @@ class OptionError(UserError):
 class SeveralErrors(UserError):
     """Several independent errors in one line; `errors` are those of each check, in order, each once."""
 
+    # Of one that was pickled only the message is left.
+    errors: Sequence[UserError] = ()
+
     def __init__(self, errors: Sequence[UserError]) -> None:
         super().__init__(f"{len(errors)} errors: {' | '.join(map(str, errors))}")
         self.errors = errors

@@ -398,7 +398,7 @@ class ContrastiveModule(BaseModule):
             [
                 lambda: self.loss.check_teacher(has_surrogates, has_scores),
                 lambda: self.loss.check_width(self.embedder.embedding_dim),
-                lambda: text is not None and self.embedder.check_lengths(text),
+                *([] if text is None else [partial(self.embedder.check_lengths, text)]),
                 partial(super().check_run, trainer, module, data),
                 self.load_teachers,
             ]
