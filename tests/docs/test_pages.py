@@ -46,6 +46,11 @@ def test_the_pages_are_found():
 
 def test_the_readme_is_a_door():
     assert len((ROOT / "README.md").read_bytes()) <= 9000
+    # The first screen has the two commands for a fresh clone, each in its own block.
+    first = [shell_lines_of(block) for block in blocks(ROOT / "README.md")[:2]]
+    assert first == [[["make", "quickstart"]], [["make", "test"]]]
+    assert (ROOT / "README.md").read_text("utf-8").index("make test") < 1500
+    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
 def target_of(page, link):
