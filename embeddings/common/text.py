@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
@@ -34,15 +34,32 @@ class GivenPrompt(TypedDict):
 # The name of one of the model's prompts, a prompt as text, or None for the prompt named like the role.
 PromptChoice = str | GivenPrompt | None
 
+# The settings that are lengths.
+LENGTHS = ("query_max_length", "document_max_length")
+# Value of a setting that is not set.
+_UNSET: Any = None
+_DEFAULTS: Mapping[str, Any] = {
+    "query_max_length": 512,
+    "document_max_length": 512,
+    "append_eos": False,
+    "pool_prompt": False,
+    "suffix": "",
+    "pool_start": True,
+    "instruction_template": INSTRUCTION_TEMPLATE,
+}
+
 
 @dataclass(frozen=True)
 class TextSettings:
     """Lengths, prompts and special tokens of an embedding model's texts.
 
+    A setting that is not set (null) is that of the model that training starts from (see `following`), else the default.
+
     Args:
-        query_max_length: Maximum number of tokens of a query with prompt and special tokens, >= 4. NV-Embed uses 512.
+        query_max_length: Maximum number of tokens of a query with prompt and special tokens, >= 4. Default 512, as in
+            NV-Embed.
         document_max_length: The same for a document.
-        prompts: Prefixes by name; encoding uses `query` and `document` by default.
+        prompts: Prefixes by name; encoding uses `query` and `document` by default. An empty one is no prefix.
         append_eos: Whether every text, also a truncated one, ends with the end-of-sequence token.
         pool_prompt: Whether the prompt's tokens enter the pooling. NV-Embed excludes them.
         suffix: Text appended to every text, also after truncation, and pooled; used by LLM2Vec for chat models.
@@ -53,25 +70,33 @@ class TextSettings:
             token covers. `prompt_length`: as many as the prompt alone has, including leading special tokens
             (sentence-transformers' `Pooling(include_prompt=False)`). `after_colon`: all up to the first token `:`, with
             or without a prompt (cde-small-v2). `instruction_count`: as many as the prompt alone has, and truncation
-            may remove the end-of-sequence token (NV-Embed's code). None: the rule of the model that training starts
-            from, which is `exact` except for imported models.
+            may remove the end-of-sequence token (NV-Embed's code). Default `exact`.
+
+    Attributes:
+        given: The names of the settings that are set.
 
     Raises:
         OptionError: If a setting is invalid or conflicts with another one.
     """
 
-    query_max_length: int = 512
-    document_max_length: int = 512
-    prompts: dict[str, str] = field(default_factory=dict)
-    append_eos: bool = False
-    pool_prompt: bool = False
-    suffix: str = ""
-    pool_start: bool = True
-    instruction_template: str = INSTRUCTION_TEMPLATE
+    query_max_length: int = _UNSET
+    document_max_length: int = _UNSET
+    prompts: dict[str, str] = _UNSET
+    append_eos: bool = _UNSET
+    pool_prompt: bool = _UNSET
+    suffix: str = _UNSET
+    pool_start: bool = _UNSET
+    instruction_template: str = _UNSET
     pooling_rule: PoolingRule | None = None
+    given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("query_max_length", "document_max_length"):
+        names = [option.name for option in fields(self) if option.init]
+        object.__setattr__(self, "given", frozenset(name for name in names if getattr(self, name) is not _UNSET))
+        for name, default in ({"prompts": {}} | _DEFAULTS).items():
+            if name not in self.given:
+                object.__setattr__(self, name, default)
+        for name in LENGTHS:
             if getattr(self, name) < 4:
                 raise OptionError(f"data.text.{name}", getattr(self, name), "must be >= 4", "the paper uses 512")
         if self.instruction_template.count("{instruction}") != 1:
@@ -108,15 +133,26 @@ class TextSettings:
     def instruction_prompt(self, instruction: str) -> str:
         return instruction_prompt(instruction, self.instruction_template)
 
-    def following(self, model: "TextSettings") -> Self:
-        """These settings with the model's pooling rule, unless they set one."""
-        return self if self.pooling_rule is not None else replace(self, pooling_rule=model.pooling_rule)
+    def following(self, model: "TextSettings") -> "TextSettings":
+        """These settings, with the model's values for all that are not set here; prompts are set one by one."""
+        own = {name: getattr(self, name) for name in self.given}
+        return TextSettings(**{**model.to_dict(), **own, "prompts": model.prompts | self.prompts})
+
+    def differences(self, model: "TextSettings") -> list[str]:
+        """The settings that differ from a model's, each as `name: its value -> this value`."""
+        old, new = (
+            {**text.to_dict(), "prompts": None, **{f"prompts.{name}": value for name, value in text.prompts.items()}}
+            for text in (model, self)
+        )
+        names = [name for name in old | new if old.get(name) != new.get(name)]
+        return [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in names]
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain types, for checkpoints and model directories."""
         # Defaults are left out, so that hashes of models of earlier versions do not change.
         later = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE}
-        return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
+        values = {name: value for name, value in asdict(self).items() if name != "given"}
+        return {name: value for name, value in values.items() if name not in later or value != later[name]}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:

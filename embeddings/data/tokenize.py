@@ -46,7 +46,8 @@ class TextTokenizer:
     the text, the special tokens after it are pooled, or else the last token.
 
     Args:
-        tokenizer: A fast tokenizer. It is copied; its own truncation settings are ignored and do not change.
+        tokenizer: A fast tokenizer. It is copied; its own settings do not change. A text that is too long loses its
+            end, or its start, with the prompt, if the tokenizer's `truncation_side` is `left`.
         settings: Lengths, prompts and special tokens.
 
     Determinism: the tokens of a text depend only on the text, its prompt and its role.
@@ -74,6 +75,7 @@ class TextTokenizer:
         special = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
         self._empty_text_ids = [token for token in special if token is not None][:1]
         self._special_ids = set(tokenizer.all_special_ids)
+        self._truncation_side = tokenizer.truncation_side
         self._colon = self._backend.token_to_id(":")
         if settings.pooling_rule == "after_colon" and self._colon is None:
             raise OptionError("data.text.pooling_rule", "after_colon", "needs a tokenizer with a token ':'", "drop it")
@@ -122,7 +124,8 @@ class TextTokenizer:
             self._prompt_lengths.clear()
         for prompt in set(text_prompts):
             self.check_prompt(prompt, role)
-        self._backend.enable_truncation(self.settings.max_length(role) - self._num_reserved, direction="right")
+        limit = self.settings.max_length(role) - self._num_reserved
+        self._backend.enable_truncation(limit, direction=self._truncation_side)
         return text_prompts
 
     def _spans_of(self, encoding: Encoding) -> list[TokenSpan]:

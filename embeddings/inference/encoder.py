@@ -464,4 +464,6 @@ def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     if backend is not None:
         steps = json.loads(backend.to_str())
         fields["steps"] = {key: value for key, value in steps.items() if key not in _CALL_STATE}
+    if tokenizer.truncation_side != "right":
+        fields["truncation_side"] = tokenizer.truncation_side
     return fields

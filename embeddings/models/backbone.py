@@ -28,6 +28,7 @@ from embeddings.common.errors import require, rust_panics_as_errors, shown
 from embeddings.common.io import check_file, read_json_or_empty
 from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
+from embeddings.models.context_layers import first_position
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import (
     QUANTIZATION,
@@ -333,6 +334,22 @@ def _implementations(fields: Any) -> Iterator[tuple[str, str]]:
         if name.endswith("_implementation") and isinstance(value, str):
             yield name, value
         yield from _implementations(value)
+
+
+# Names of the tables of absolute positions in transformers.
+_POSITION_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+
+
+def num_positions(backbone: nn.Module) -> int | None:
+    """The number of learned positions of a backbone, less reserved ones; None for a model without a position table."""
+    model = plain_backbone(backbone)
+    for name, table in model.named_modules():
+        if name.rpartition(".")[2] in _POSITION_TABLES and isinstance(table, nn.Embedding):
+            # BART and OPT shift positions by `offset`; Nystromformer, by 2, in its config only.
+            limit = table.num_embeddings - getattr(table, "offset", first_position(table))
+            stated = getattr(model.config, "max_position_embeddings", None)
+            return min(limit, stated) if isinstance(stated, int) else limit
+    return None
 
 
 def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:

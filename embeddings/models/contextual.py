@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
 from embeddings.common.types import take_texts
-from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model
+from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model, num_positions
 from embeddings.models.bidirectional import short_window, trial_ids
 from embeddings.models.context_layers import (
     ContextSlots,
@@ -30,7 +30,7 @@ from embeddings.models.directory import (
     read_model_directory,
     write_model_directory,
 )
-from embeddings.models.embedder import Embedder, num_positions
+from embeddings.models.embedder import Embedder
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import load_weights, resolve_model
 from embeddings.models.pooling import MeanPooling

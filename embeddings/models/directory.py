@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from transformers.dynamic_module_utils import get_relative_imports
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.io import write_json
 from embeddings.common.own_folder import replaced_folder
-from embeddings.common.text import INSTRUCTION_TEMPLATE
-from embeddings.models.backbone import has_pooling_layer, quiet_transformers
+from embeddings.common.process import logger
+from embeddings.common.text import INSTRUCTION_TEMPLATE, LENGTHS
+from embeddings.models.backbone import has_pooling_layer, num_positions, quiet_transformers
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_files import load_weights, read_json
 from embeddings.models.pooling import Pooling
@@ -168,11 +169,12 @@ def plain_tokenizer(
 
 
 def _splits_after(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether no token spans the end of a prompt and the start of a text: words are split at spaces, as in BERT."""
+    """Whether a prompt always has the same tokens: words are split at spaces, as in BERT, and truncation keeps it."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = [(backend[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer")]
     return (
-        kinds[0] in (None, "BertNormalizer")
+        tokenizer.truncation_side == "right"
+        and kinds[0] in (None, "BertNormalizer")
         and kinds[1] == "BertPreTokenizer"
         and all(p[-1:].isspace() for p in prompts)
     )
@@ -303,6 +305,19 @@ def read_model_directory(
     return ModelParts(pooling, head, normalize, text, trained_widths=trained_widths, norm=norm)
 
 
+def read_text_settings(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TextSettings | None:
+    """The text settings of a model directory, whatever its other parts; None for a folder of only a backbone."""
+    path, config = folder / "modules.json", folder / "config_sentence_transformers.json"
+    if not path.is_file():
+        return None
+    include_prompt = True
+    for entry in read_json(path, list):
+        kind, module_folder = _module_entry(folder, entry)
+        if kind == "Pooling":
+            include_prompt = bool(read_json(module_folder / "config.json").get("include_prompt", True))
+    return _read_text(config, read_json(config) if config.is_file() else {}, model, tokenizer, include_prompt)
+
+
 def _read_text(
     path: Path, fields: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
 ) -> TextSettings:
@@ -321,9 +336,19 @@ def _read_text(
         if prompts and not include_prompt and not _splits_after(prompts.values(), tokenizer):
             settings["pooling_rule"] = "prompt_length"
     try:
-        return TextSettings.from_dict(settings)
+        text = TextSettings.from_dict(settings)
     except (TypeError, OptionError) as error:
         raise InputError(str(path), str(error), _EXPORT_AGAIN) from error
+    limit, lengths = num_positions(model), {name: getattr(text, name) for name in LENGTHS}
+    if limit is not None and max(lengths.values()) > limit:
+        logger.warning(
+            "%s has the length %d, the model has %d positions: texts are truncated to these",
+            path,
+            max(lengths.values()),
+            limit,
+        )
+        text = replace(text, **{name: min(length, limit) for name, length in lengths.items()})
+    return text
 
 
 def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -333,7 +358,8 @@ def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
         backend = tokenizer.backend_tokenizer
         steps = [tokenizers.normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
         backend.normalizer = tokenizers.normalizers.Sequence(steps)
-    limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
+    positions = num_positions(model) or getattr(model.config, "max_position_embeddings", None) or 512
+    limits = (tokenizer.model_max_length, positions)
     if not all(isinstance(limit, int | float) for limit in limits):
         what = f"has a model_max_length {tokenizer.model_max_length!r:.40}, expected an integer"
         raise InputError(str(path.with_name("tokenizer_config.json")), what, _EXPORT_AGAIN)

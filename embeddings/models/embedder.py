@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
+from embeddings.common.text import LENGTHS
 from embeddings.models.anchor_weights import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
-from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
+from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import trial_ids
-from embeddings.models.context_layers import evaluating, first_position, learned_positions
+from embeddings.models.context_layers import evaluating
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.model_files import FrozenBase, resolve_model
@@ -159,7 +160,7 @@ class Embedder(nn.Module):
             OptionError: If a length is too large.
         """
         limit = self.longest_text
-        for name in ("query_max_length", "document_max_length"):
+        for name in LENGTHS:
             if limit is not None and getattr(text, name) > limit:
                 rule = f"must be <= {limit}, {self._LIMITED_BY}"
                 raise OptionError(f"{owner}.{name}", getattr(text, name), rule, self._SHORTEN)
@@ -250,12 +251,6 @@ class Embedder(nn.Module):
         widths = self.trained_widths
         parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=widths, norm=self.norm)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
-
-
-def num_positions(backbone: nn.Module) -> int | None:
-    """The number of learned positions of a backbone, less reserved ones; None for a model without a position table."""
-    table = learned_positions(plain_backbone(backbone))
-    return None if table is None else table.num_embeddings - first_position(table)
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:

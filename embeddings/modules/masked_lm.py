@@ -18,9 +18,8 @@ from embeddings.common.random import derive_seed, run_seed
 from embeddings.common.types import PackedRows, Prediction
 from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
-from embeddings.models.backbone import compile_layers
+from embeddings.models.backbone import compile_layers, num_positions
 from embeddings.models.bidirectional import check_causal
-from embeddings.models.embedder import num_positions
 from embeddings.models.language_model import (
     FromScratch,
     HeadKind,

@@ -16,12 +16,24 @@ def test_a_template_must_contain_the_instruction_once():
             TextSettings(instruction_template=template)
 
 
-def test_a_pooling_rule_is_saved_if_set_and_otherwise_copied_from_the_model():
-    plain, imported = TextSettings(), TextSettings(pooling_rule="after_colon")
+def test_settings_that_are_not_set_are_those_of_the_model():
+    plain, imported = TextSettings(), TextSettings(pooling_rule="after_colon", append_eos=True, prompts={"query": "q"})
     assert "pooling_rule" not in plain.to_dict()
     assert TextSettings.from_dict(imported.to_dict()) == imported
     assert (plain.following(imported), plain.following(plain)) == (imported, plain)
-    assert TextSettings(pooling_rule="exact").following(imported).pooling_rule == "exact"
+    own = TextSettings(pooling_rule="exact", append_eos=False, prompts={"sts": "s"}, query_max_length=512)
+    assert own.given == {"pooling_rule", "append_eos", "prompts", "query_max_length"}
+    longer = TextSettings(64, 64, pool_prompt=True, pooling_rule="after_colon", append_eos=True, prompts={"query": "q"})
+    followed = own.following(longer)
+    prompts = {"query": "q", "sts": "s"}
+    assert followed == TextSettings(512, 64, prompts, append_eos=False, pool_prompt=True, pooling_rule="exact")
+    assert followed.differences(longer) == [
+        "query_max_length: 64 -> 512",
+        "append_eos: True -> False",
+        "pooling_rule: 'after_colon' -> 'exact'",
+        "prompts.sts: None -> 's'",
+    ]
+    assert longer.differences(longer) == []
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,9 @@ def test_a_prompt_is_given_for_all_texts_or_for_each_or_by_the_settings(tokenize
 
 @pytest.mark.parametrize("length", [8, 9, 12])
 @pytest.mark.parametrize("prompt", ["", "q: "])
-def test_truncation_keeps_the_start_and_the_closing_special_token(tokenizer, length, prompt):
+def test_truncation_keeps_the_special_tokens_and_the_start_or_with_truncation_side_left_the_end(
+    tokenizer, length, prompt
+):
     text = "the quick brown fox jumps over the lazy dog or 1 2 3 4 5 6"
     tokenize = make(tokenizer, query_max_length=length, append_eos=tokenizer.eos_token is not None)
     ids, mask = rows_of(tokenize([text], "query", prompt))[0]
@@ -130,7 +132,8 @@ def test_truncation_keeps_the_start_and_the_closing_special_token(tokenizer, len
     assert ids[-1] == (tokenizer.eos_token_id if tokenizer.eos_token else tokenizer.sep_token_id)
     assert mask[-1] is True
     whole = tokenizer(prompt + text)["input_ids"]
-    assert ids[:-1] == whole[: length - 1]
+    is_left = tokenizer.truncation_side == "left"
+    assert ids[:-1] == (whole[:1] + whole[1 - length : -1] if is_left else whole[: length - 1])
 
 
 def test_a_text_without_tokens_still_pools_one_token():

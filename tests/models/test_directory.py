@@ -81,7 +81,8 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
 @pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("own_code", [False, True])
 def test_the_instruction_template_is_saved_with_a_model(tmp_path, own_code):
-    settings = {"prompts": {"query": "q:"}, "pool_prompt": not own_code}
+    lengths = {"query_max_length": 24, "document_max_length": 24}
+    settings = {**lengths, "prompts": {"query": "q:"}, "pool_prompt": not own_code}
     model = embedder(**settings, instruction_template="[INST] {instruction} ")
     model.save_pretrained(tmp_path / "model")
     assert Embedder.from_pretrained(tmp_path / "model").text == model.text

@@ -22,8 +22,8 @@ from transformers import (
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.errors import shown
 from embeddings.common.io import check_file
-from embeddings.common.text import one_line
-from embeddings.models.backbone import load_model, quiet_transformers, read_tokenizer
+from embeddings.common.text import LENGTHS, one_line
+from embeddings.models.backbone import load_model, num_positions, quiet_transformers, read_tokenizer
 from embeddings.models.directory import read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
@@ -314,12 +314,12 @@ def described_embedder(
     `prompts` are added to the folder's own; `longest` limits the maximum lengths.
     """
     if not (folder / "modules.json").is_file():
-        limit = min(tokenizer.model_max_length, getattr(backbone.config, "max_position_embeddings", 512))
+        limit = min(tokenizer.model_max_length, num_positions(backbone) or backbone.config.max_position_embeddings)
         text = TextSettings(limit, limit, dict(prompts), pool_prompt=True)
         return Embedder(backbone, tokenizer, MeanPooling(int(backbone.config.hidden_size)), text=text)
     parts = read_model_directory(folder, backbone, tokenizer)
     text = replace(parts.text, prompts={**prompts, **parts.text.prompts})
     if longest is not None:
-        lengths = {name: min(getattr(text, name), longest) for name in ("query_max_length", "document_max_length")}
+        lengths = {name: min(getattr(text, name), longest) for name in LENGTHS}
         text = replace(text, **lengths)
     return Embedder.of_parts(folder, backbone, tokenizer, replace(parts, text=text))

@@ -1,0 +1,127 @@
+"""Settings that a published directory states: each library must give its vectors, before and after an import."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import (
+    BartConfig,
+    BartModel,
+    GPT2Config,
+    GPT2Model,
+    MPNetConfig,
+    MPNetModel,
+    NystromformerConfig,
+    NystromformerModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from embeddings.common import TextSettings
+from embeddings.inference import Encoder
+from embeddings.interop.released.importer import import_released
+from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling
+from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+
+TEXTS = [
+    "how do I pad",
+    "the quick brown fox jumps over the lazy dog " * 3 + "how do I pad sequences",
+    "z",
+    "one length " * 40,
+]
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def published(folder, backbone=None, max_length=20, pooling="mean", **options):
+    """A directory that sentence-transformers wrote."""
+    name = save_backbone(str(folder.with_name("backbone")), backbone or tiny_bert(), wordpiece_tokenizer())
+    modules = [Transformer(name, max_seq_length=max_length), Pooling(32, pooling)]
+    SentenceTransformer(modules=modules, device="cpu", **options).save_pretrained(str(folder), create_model_card=False)
+    return folder
+
+
+def theirs(folder, texts=TEXTS, **options):
+    return SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(texts, **options)
+
+
+def ours(folder, texts=TEXTS, **options):
+    return Encoder.from_pretrained(str(folder), precision="float32", device="cpu").encode(texts, **options)
+
+
+def difference(left, right):
+    return float(np.abs(left - right).max())
+
+
+@pytest.mark.usefixtures("remote_code")
+@pytest.mark.parametrize("pooling", [MeanPooling(32), LatentAttentionPooling(32, 4, 2, head_dim=8)])
+def test_a_text_loses_its_start_if_the_tokenizer_truncates_on_the_left(tmp_path, pooling):
+    right = ours(published(tmp_path / "model"))
+    edit(tmp_path / "model" / "tokenizer_config.json", truncation_side="left")
+    left = theirs(tmp_path / "model")
+    assert difference(left, right) > 1e-2
+    assert difference(ours(tmp_path / "model"), left) <= 1e-6
+    import_released(str(tmp_path / "model"), tmp_path / "copy")
+    assert difference(theirs(tmp_path / "copy"), left) <= 1e-6
+    # A directory with our own code, too.
+    loaded = Embedder.from_pretrained(tmp_path / "model")
+    text = TextSettings(20, 20, prompts={"query": "how: "}, pool_prompt=False)
+    Embedder(loaded.backbone, loaded.tokenizer, pooling, text=text).save_pretrained(tmp_path / "own")
+    for prompt in ("", "how: "):
+        assert difference(theirs(tmp_path / "own", prompt=prompt), ours(tmp_path / "own", prompt=prompt)) <= 1e-6
+
+
+def roberta():
+    return RobertaModel(RobertaConfig(**_small(), max_position_embeddings=34, pad_token_id=1), add_pooling_layer=False)
+
+
+def mpnet():
+    return MPNetModel(MPNetConfig(**_small(), max_position_embeddings=34, pad_token_id=1), add_pooling_layer=False)
+
+
+def gpt2():
+    return GPT2Model(GPT2Config(vocab_size=_small()["vocab_size"], n_embd=32, n_layer=2, n_head=2, n_positions=32))
+
+
+def bart():
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+    config = BartConfig(vocab_size=_small()["vocab_size"], **sizes, **heads)
+    return BartModel(config)
+
+
+def nystromformer():
+    return NystromformerModel(
+        NystromformerConfig(**_small(), max_position_embeddings=32, num_landmarks=4, segment_means_seq_len=4)
+    )
+
+
+def _small():
+    tokenizer = wordpiece_tokenizer()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return {"vocab_size": len(tokenizer), **sizes}
+
+
+@pytest.mark.parametrize("make", [roberta, mpnet, gpt2, nystromformer, bart, lambda: tiny_bert(num_positions=32)])
+def test_a_stated_length_beyond_the_positions_truncates_to_the_positions(tmp_path, make, caplog):
+    torch.manual_seed(0)
+    folder = published(tmp_path / "model", make(), max_length=34)
+    edit(folder / "tokenizer_config.json", model_max_length=10**6)
+    for stated in (40, None):
+        edit(folder / "sentence_bert_config.json", max_seq_length=stated)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "embeddings"):
+            encoder = Encoder.from_pretrained(str(folder), precision="float32", device="cpu")
+        assert (encoder.embedder.text.query_max_length, encoder.embedder.text.document_max_length) == (32, 32)
+        assert ("has the length 40, the model has 32 positions" in caplog.text) == (stated == 40)
+        found = encoder.encode(TEXTS)
+        import_released(str(folder), tmp_path / "copy")
+        assert difference(theirs(tmp_path / "copy"), found) <= 1e-5
+    edit(folder / "sentence_bert_config.json", max_seq_length=32)
+    assert difference(theirs(folder), found) <= 1e-5
