@@ -19,6 +19,7 @@ from embeddings.common.io import Stage, check_disk_space, unnoticed
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
 from embeddings.common.protocols import RunData, run_data
+from embeddings.common.text import LENGTHS
 from embeddings.models import Embedder, LanguageModel
 from embeddings.models.model_card import check_licence, keeps_card, write_model_card
 from embeddings.training.strategy import training_strategy
@@ -300,8 +301,8 @@ class ExportModel(_Export):
         super().check_run(trainer, module, data)
         embedder = embedder_of(module, self)
         embedder.check_saving()
-        text = None if data is None else data.text
-        embedder.check_lengths(self._with_lengths(text or embedder.text), "ExportModel")
+        text = embedder.text if data is None else data.text_for(embedder.text)
+        embedder.check_lengths(self._with_lengths(text), "ExportModel")
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
         embedder, record, output = embedder_of(module, self), RunRecord.of(trainer), Path(self.output).expanduser()
@@ -312,8 +313,7 @@ class ExportModel(_Export):
             write_model_card(folder, embedder, facts, licence=self.licence, name=output.resolve().name)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
-        names = ("query_max_length", "document_max_length")
-        lengths: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        lengths: dict[str, Any] = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         return dataclasses.replace(text, **lengths)
 
 

@@ -55,7 +55,7 @@ class RunData(ABC):
 
     Attributes:
         batch_size: Number of entries in one rank's batch.
-        text: Text settings, None for packed rows.
+        text: Text settings as configured, None for packed rows; see `text_for`.
         row_length: Tokens of a packed row, None for texts.
         has_surrogates: Whether batches contain vectors of a surrogate model.
         has_scores: Whether batches contain a teacher's scores; None before the sources are opened.
@@ -66,6 +66,10 @@ class RunData(ABC):
     row_length: int | None = None
     has_surrogates: bool = False
     has_scores: bool | None = False
+
+    def text_for(self, model: TextSettings) -> TextSettings:
+        """The text settings of a model that starts with the settings `model` and is trained on this data."""
+        return model if self.text is None else self.text.following(model)
 
     @property
     @abstractmethod
@@ -205,7 +209,9 @@ def as_config(value: Any) -> Any:
     if isinstance(value, KeepsArguments):
         return _component(type(value), _arguments(value, value.given_arguments))
     if is_dataclass(value):
-        return {field.name: as_config(getattr(value, field.name)) for field in fields(value) if field.init}
+        # A class with `given` has settings that are not set: their values depend on the run.
+        names = [field.name for field in fields(value) if field.init]
+        return {name: as_config(getattr(value, name)) for name in names if name in getattr(value, "given", names)}
     if inspect.isroutine(value) or isinstance(value, partial):
         return f"(function {getattr(value, '__qualname__', 'of parts')})"
     if type(value).__module__.startswith(_OPEN):

@@ -184,23 +184,29 @@ def warn_of_unscored_negatives(source: SourceDataset) -> None:
         logger.warning("source %s: %s, %s; %s", source.config.name, what, why, fix)
 
 
-def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> TextSettings:
-    """The text settings with the prompts of the sources, so that a saved model encodes with its training prompts.
+def with_source_prompts(
+    text: TextSettings, sources: Sequence[SourceConfig], model: TextSettings | None = None
+) -> TextSettings:
+    """The settings `text`, those of the model that training starts from, and the prompts of the sources.
 
-    The first query prompt of a source is stored under the name of the source. A prompt that all sources share also
-    becomes `query` or `document`, the default for encoding. Existing prompts of the settings take precedence.
+    A saved model so encodes with its training prompts. The first query prompt of a source is stored under the name of
+    the source. A prompt that all sources share also becomes `query` or `document`, the default for encoding. Prompts of
+    `text` take precedence over those of sources, and these over those of the model.
     """
+    model = TextSettings() if model is None else model
+    settings = text.following(model)
     named = {
-        source.name: source.query_prompts(text)[0] for source in sources if source.name not in ("query", "document")
+        source.name: source.query_prompts(settings)[0] for source in sources if source.name not in ("query", "document")
     }
     shared = {
-        "query": {source.query_prompts(text) for source in sources},
-        "document": {_document_prompts(source, text) for source in sources},
+        "query": {source.query_prompts(settings) for source in sources},
+        "document": {_document_prompts(source, settings) for source in sources},
     }
     for role, prompts in shared.items():
         if len(prompts) == 1:
             named[role] = next(iter(prompts))[0]
-    return replace(text, prompts={name: prompt for name, prompt in named.items() if prompt is not None} | text.prompts)
+    from_sources = {name: prompt for name, prompt in named.items() if prompt is not None}
+    return replace(settings, prompts=model.prompts | from_sources | text.prompts)
 
 
 def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:

@@ -367,7 +367,8 @@ class EmbeddingDataModule(PlannedDataModule):
         super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
         check_minimum("num_negatives", num_negatives, 0)
         check_minimum("num_in_context_examples", num_in_context_examples, 0)
-        self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
+        self._configured_text, self.sources = text or TextSettings(), sources
+        self.text = self.text_for(TextSettings())
         self.num_negatives, self.num_in_context_examples = num_negatives, num_in_context_examples
         self.has_surrogates = any(source.surrogate_vectors is not None for source in sources)
         self.has_scores = None if any(source.conversion == "pairs" for source in sources) else False
@@ -404,7 +405,7 @@ class EmbeddingDataModule(PlannedDataModule):
         for source in sources:
             if source.cached.longest_instruction is not None:
                 check_instruction(self.text_tokenizer(), *source.cached.longest_instruction)
-        warn_of_unnamed_prompts(self.text, self.sources)
+        warn_of_unnamed_prompts(self._text_of(self._trained_module), self.sources)
         for source in sources:
             warn_of_unused_columns(source, self.num_negatives)
             if self.num_negatives:
@@ -412,7 +413,8 @@ class EmbeddingDataModule(PlannedDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         if self._mixture is None:
-            self._mixture = Mixture([open_source(source, self.cache_dir, self.text) for source in self.sources])
+            text = self._text_of(self._trained_module)
+            self._mixture = Mixture([open_source(source, self.cache_dir, text) for source in self.sources])
             self.has_scores = self._mixture.has_scores
 
     @property
@@ -433,9 +435,15 @@ class EmbeddingDataModule(PlannedDataModule):
         return self._tokenizer_for(self._trained_module)
 
     def _tokenizer_for(self, module: Any) -> TextTokenizer:
-        """The tokenizer for a module; without a pooling rule, it uses that of the module's initial model."""
-        text = self.text.following(module.text) if isinstance(module, TextModule) else self.text
-        return TextTokenizer(self._base_tokenizer(module), text)
+        return TextTokenizer(self._base_tokenizer(module), self._text_of(module))
+
+    def text_for(self, model: TextSettings) -> TextSettings:
+        """As in `RunData`; the prompts of the sources are added (see `with_source_prompts`)."""
+        return with_source_prompts(self._configured_text, self.sources, model)
+
+    def _text_of(self, module: Any) -> TextSettings:
+        """The text settings for a module; those that are not set are the ones of the module's initial model."""
+        return self.text_for(module.text) if isinstance(module, TextModule) else self.text
 
     def train_dataloader(self) -> ResumableLoader:
         collator = ContrastiveCollator(

@@ -45,7 +45,7 @@ from embeddings.data.samplers.base import accumulated_batches, batches_since_ste
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.backbone import compile_layers, is_compiled
-from embeddings.models.directory import read_model_directory
+from embeddings.models.directory import read_model_directory, read_text_settings
 from embeddings.models.lora import frozen_weights, is_four_bit
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
@@ -393,7 +393,7 @@ class ContrastiveModule(BaseModule):
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """As in `BaseModule`; also check loss, text lengths and teachers against the model and the data."""
         has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
-        text = None if data is None else data.text
+        text = None if data is None or data.text is None else data.text_for(self.text)
         run_checks(
             [
                 lambda: self.loss.check_teacher(has_surrogates, has_scores),
@@ -415,15 +415,18 @@ class ContrastiveModule(BaseModule):
     def setup(self, stage: str) -> None:
         """Copy the data module's text settings, so that a saved model encodes as it was trained; load the teachers.
 
-        Settings that the data module does not set are not changed. `check_run` runs only on the first rank of a
-        machine, so the other ranks load their teachers here.
+        Settings that the data module does not set are those of the initial model; others that differ are logged.
+        `check_run` runs only on the first rank of a machine, so the other ranks load their teachers here.
         """
         if stage == "fit":
             self._first_batches = []
             self.load_teachers()
         data = run_data(self.trainer)
         if data is not None and data.text is not None:
-            self.embedder.text = data.text.following(self.embedder.text)
+            text = data.text_for(self.text)
+            if stage == "fit" and self.text.given and (changed := text.differences(self.text)):
+                logger.info("text settings that differ from the initial model's: %s", "; ".join(changed))
+            self.embedder.text = text
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         """The vectors of all texts in input order, (N, D) float32, of unit norm if the embedder normalises."""
@@ -541,6 +544,7 @@ def build_embedder(
         initial = (
             None if initial_model is None else read_model_directory(resolve_model(initial_model), model, tokenizer)
         )
+        text = initial_text(source, model, tokenizer) if initial is None else initial.text
         try:
             pooling_layer = pooling(model.config.hidden_size if initial is None else initial.pooling.hidden_size)
         except ValueError as error:
@@ -548,16 +552,22 @@ def build_embedder(
         if initial is not None:
             _check_pooling(initial.pooling, pooling_layer, source.name)
             pooling_layer = initial.pooling
-            options = {name: getattr(initial, name) for name in ("norm", "head", "text")}
+            options = {name: getattr(initial, name) for name in ("norm", "head")}
         transformed = model if transform is None else transform(model)
         adapted = transformed if lora is None else add_lora(transformed, lora)
-    embedder = Embedder(adapted, tokenizer, pooling_layer, normalize=normalize, **options)
+    embedder = Embedder(adapted, tokenizer, pooling_layer, normalize=normalize, text=text, **options)
     embedder.unpad(backbone.unpadded_mode)
     if lora is not None and transformed is model:
         embedder.frozen_base = FrozenBase(source.name, resolve_model(source.name, source.revision))
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder
+
+
+def initial_text(config: BackboneConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TextSettings:
+    """The text settings of the model directory that a backbone comes from; nothing is set if it comes from no such."""
+    folder = resolve_model(config.name, config.revision) if config.name else None
+    return (None if folder is None else read_text_settings(folder, model, tokenizer)) or TextSettings()
 
 
 def _check_pooling(initial: Pooling, pooling: Pooling, initial_model: str) -> None:

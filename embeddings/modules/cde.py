@@ -22,7 +22,7 @@ from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.backbone import compile_layers
 from embeddings.models.contextual import check_dropout
 from embeddings.models.lora import plain_backbone
-from embeddings.modules.base import ContrastiveModule, OptimizerFactory
+from embeddings.modules.base import ContrastiveModule, OptimizerFactory, initial_text
 from embeddings.training.gradcache import RandomState, attach_gradient
 from embeddings.training.optim import Schedule
 from embeddings.training.strategy import training_strategy
@@ -186,6 +186,7 @@ class CDEModule(ContrastiveModule):
                     residual_projection=context.residual_projection,
                     context_dropout=context.dropout_fraction,
                     normalize=normalize,
+                    text=initial_text(backbone, second, tokenizer),
                 )
             else:
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from embeddings import modules
 from embeddings.common import ContrastiveStep, InputError, OptionError, TextSettings, UserError
+from embeddings.common.protocols import as_config
 from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
@@ -227,3 +229,51 @@ def test_a_pooling_that_differs_from_the_initial_models_or_is_invalid_is_refused
         make(mistral, MeanPooling, initial_model=tmp_path / "one")
     with pytest.raises(UserError, match=r"model\.pooling\.num_latents must be >= 1, got 0; take the usual"):
         make(mistral, lambda width: LatentAttentionPooling(width, num_latents=0))
+
+
+@pytest.mark.parametrize("option", ["initial_model", "backbone"])
+def test_text_settings_that_a_run_does_not_set_are_those_of_the_model_it_starts_from(tmp_path, caplog, option):
+    config = run_config(tmp_path, "mistral")
+    config["trainer"]["max_steps"] = 1
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    start = fit(tmp_path, config, "--trainer.max_steps", "0").model.embedder
+    prompts = {"query": "a: ", "document": "b: ", "sts": "c: "}
+    text = {"append_eos": True, "pool_prompt": True, "instruction_template": "[INST] {instruction}: "}
+    start.text = TextSettings(24, 20, prompts, **text)
+    start.save_pretrained(tmp_path / "start")
+    init = config["model"]["init_args"]
+    if option == "backbone":
+        init["backbone"]["name"] = str(tmp_path / "start")
+    else:
+        init[option] = str(tmp_path / "start")
+    source, data = config["data"]["init_args"]["sources"][0], config["data"]["init_args"]
+    data["text"] = {"query_max_length": 16, "prompts": {"document": ""}, "pool_prompt": False}
+    source["instruction"] = "find"
+    seen = []
+    original = ContrastiveModule.training_step
+
+    def watched(self, batch, batch_idx):
+        seen.append(batch.query)
+        return original(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO", "embeddings"):
+        patch.setattr(ContrastiveModule, "training_step", watched)
+        run = fit(tmp_path, config)
+    # Set in the run: lengths of queries, one prompt, pool_prompt, and the source's prompt. The rest is the model's.
+    expected = prompts | {"query": "[INST] find: ", "pairs": "[INST] find: ", "document": ""}
+    trained = TextSettings(16, 20, expected, **text | {"pool_prompt": False})
+    assert run.model.embedder.text == trained
+    eos = start.tokenizer.eos_token_id
+    tokens = seen[0].padded(pad_token_id=-1)
+    assert [row[row >= 0][-1].item() for row in tokens.input_ids_NL] == [eos] * 8
+    run.model.embedder.save_pretrained(tmp_path / "end")
+    # A directory does not store empty prompts.
+    stored = replace(trained, prompts={name: prompt for name, prompt in expected.items() if prompt})
+    assert Embedder.from_pretrained(tmp_path / "end").text == stored
+    lines = [line for line in caplog.messages if "differ from the initial model's" in line]
+    assert len(lines) == 1
+    assert "query_max_length: 24 -> 16; pool_prompt: True -> False" in lines[0]
+    assert "prompts.query: 'a: ' -> '[INST] find: '" in lines[0]
+    assert not re.search("append_eos|template|sts", lines[0])
+    # The record of the run states what was set, not what was inherited.
+    assert "append_eos" not in as_config(TextSettings(query_max_length=16))
