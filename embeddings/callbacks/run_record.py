@@ -42,6 +42,7 @@ from embeddings.common.own_folder import require_replaceable
 from embeddings.common.process import device_name
 from embeddings.common.process import logger as process_logger
 from embeddings.common.protocols import run_data
+from embeddings.figures.run_facts import validation_scores
 from embeddings.models.model_card import TrainingFacts
 from embeddings.models.moe.upcycling import parameter_counts
 
@@ -149,7 +150,7 @@ class RunRecord(SaveConfigCallback):
 
     def facts(self, num_steps: int) -> TrainingFacts:
         """The run's facts for the card of a model after this number of optimiser steps; on rank 0."""
-        return TrainingFacts(self.plain_config, num_steps, self._record)
+        return TrainingFacts(self.plain_config, num_steps, self._record, validation_scores(self.log_dir, num_steps))
 
     @cached_property
     def plain_config(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from embeddings.compression import (
 )
 from embeddings.evaluation.folders import RetrievalFolder, read_retrieval_folder
 from embeddings.evaluation.runner import score_retrieval
-from embeddings.figures.run_facts import SCORE, read_curves, read_run_record
+from embeddings.figures.run_facts import read_run_record, validation_scores
 from embeddings.interop.released import import_released
 from embeddings.models import load_embedder
 from embeddings.models.lora import save_adapters
@@ -95,10 +95,10 @@ def export(
     run = run.parent if run.name == "checkpoints" else run
     lines = [f"wrote {output}"]
     with replaced_folder(output) as new:
-        embedder.save_pretrained(new)
+        embedder.save_pretrained(new, card=False)
         if format == "adapter":
             base = embedder.frozen_base.origin()
-            save_adapters(embedder.backbone, new / ADAPTER_FOLDER, base.name, base.commit)
+            save_adapters(embedder.backbone, new / ADAPTER_FOLDER, base.name, base.commit, output)
             lines.append(f"wrote {output / ADAPTER_FOLDER}: LoRA matrices for peft, of {base.name}")
         elif format != "torch":
             lines += write_graphs(new, output, with_int8=format == "onnx-int8")
@@ -107,8 +107,8 @@ def export(
         if scores is not None:
             shutil.copyfile(scores, new / SCORES_FILE)
         if not keeps_card(output):
-            facts, name = facts_of_checkpoint(state, run), output.resolve().name
-            write_model_card(new, embedder, facts, scores=results, licence=licence, name=name)
+            facts = facts_of_checkpoint(state, run)
+            write_model_card(new, embedder, facts, scores=results, licence=licence, location=output)
     print(*lines, sep="\n")
 
 
@@ -215,13 +215,9 @@ def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
     steps = state.get("global_step")
     steps = steps if isinstance(steps, int) else 0
     record: dict[str, Any] = {}
-    validation: list[tuple[int, float]] = []
     with suppress(InputError):
         record = read_run_record(run)
-    with suppress(InputError):
-        scores = zip(*read_curves(run)[SCORE], strict=True)
-        validation = [(step, value) for step, value in scores if step <= steps]
-    return TrainingFacts(state["run_config"], steps, record, validation)
+    return TrainingFacts(state["run_config"], steps, record, validation_scores(run, steps))
 
 
 def compress(

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextRole = Literal["query", "document"]
+# How scores are computed from vectors; the names are those of sentence-transformers.
+Similarity = Literal["cosine", "dot"]
 # NV-Embed Eq. 2, with the line break and the trailing space of its model card.
 INSTRUCTION_TEMPLATE = "Instruct: {instruction}\nQuery: "
 PoolingRule = Literal["exact", "prompt_length", "after_colon", "instruction_count"]
@@ -71,6 +73,7 @@ class TextSettings:
             (sentence-transformers' `Pooling(include_prompt=False)`). `after_colon`: all up to the first token `:`, with
             or without a prompt (cde-small-v2). `instruction_count`: as many as the prompt alone has, and truncation
             may remove the end-of-sequence token (NV-Embed's code). Default `exact`.
+        default_prompt_name: Name of the prompt before texts that are encoded without a prompt and a role.
 
     Attributes:
         given: The names of the settings that are set.
@@ -88,6 +91,7 @@ class TextSettings:
     pool_start: bool = _UNSET
     instruction_template: str = _UNSET
     pooling_rule: PoolingRule | None = None
+    default_prompt_name: str | None = None
     given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +112,11 @@ class TextSettings:
         if self.pooling_rule not in (None, "exact") and (self.suffix or not self.pool_start):
             rule = "does not support suffix or pool_start: false"
             raise OptionError("data.text.pooling_rule", self.pooling_rule, rule, "set suffix: '' and pool_start: true")
+
+        if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            rule = f"must name a prompt of the model ({known})"
+            raise OptionError("data.text.default_prompt_name", self.default_prompt_name, rule, "leave it out")
 
     def max_length(self, role: TextRole) -> int:
         return self.query_max_length if role == "query" else self.document_max_length
@@ -150,7 +159,7 @@ class TextSettings:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain types, for checkpoints and model directories."""
         # Defaults are left out, so that hashes of models of earlier versions do not change.
-        later = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE}
+        later = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE, "default_prompt_name": None}
         values = {name: value for name, value in asdict(self).items() if name != "given"}
         return {name: value for name, value in values.items() if name not in later or value != later[name]}
 

@@ -295,7 +295,7 @@ class Compression:
             if isinstance(embedder, ContextualEmbedder):
                 raise OptionError("layers", num_layers, "does not support contextual models", "leave it out")
             keep_layers(plain_backbone(embedder.backbone), num_layers)
-            embedder.save_pretrained(target)
+            embedder.save_pretrained(target, card=False)
         return target
 
     def _outside_linear(self) -> list[str]:

@@ -42,7 +42,6 @@ from embeddings.evaluation.mteb_tasks import TaskEncoder
 from embeddings.inference.context import choose_context
 from embeddings.inference.search import TopK, search_top_k
 from embeddings.inference.vector_folder import encode_corpus
-from embeddings.inference.vectors import unit_rows
 
 PREFIX = "air-bench"
 MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
@@ -254,7 +253,7 @@ def _qrels(data: AirBenchSet, labels: Dataset, query_ids: Sequence[str], documen
 def search_set(
     adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], folder: Path, context: tuple[int, int] | None
 ) -> Iterator[tuple[int, TopK]]:
-    """Yield each width, and the documents of a loaded data set with the largest cosines for each query.
+    """Yield each width, and the documents of a loaded data set with the largest scores for each query.
 
     The corpus is encoded once for all widths into `folder`, which the caller removes; after a kill the same call
     resumes at the first missing shard. Disk: the texts twice, and 4 bytes per document and dimension. `context` is the
@@ -273,8 +272,9 @@ def search_set(
     top_k = max(_CUTOFFS) if task.data.has_labels else SUBMITTED
     tie_order_N = trec_order(task.dataset["document_ids"])
     for width in widths:
-        truncated = (unit_rows(vector_ND[:, :width]) for vector_ND in vectors.directions())
-        yield width, search_top_k(unit_rows(query_QD[:, :width]), truncated, top_k, encoder.device, tie_order_N)
+        truncated = (encoder.comparable(vector_ND[:, :width]) for vector_ND in vectors.tiles())
+        query_Qd = encoder.comparable(query_QD[:, :width])
+        yield width, search_top_k(query_Qd, truncated, top_k, encoder.device, tie_order_N)
 
 
 def searches_path(root: Path, model: str, data: AirBenchSet) -> Path:

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partialmethod
@@ -134,14 +134,14 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def task_prompt(prompts: Mapping[str, str], task: str, task_type: str, role: str | None) -> str:
+def task_prompt(text: TextSettings, task: str, task_type: str, role: str | None) -> str:
     """The most specific of a model's prompts for a text, by the rule of mteb; empty if the model has none for it.
 
     This is the prompt named like the task, else like its type, else like the role of the text. For a text with a role,
     names with the suffix `-query` or `-document` come before those without. Texts of tasks without roles (role None:
-    pairs to compare, texts to classify or cluster) do not get the prompt of a role.
+    pairs to compare, texts to classify or cluster) do not get the prompt of a role, but the model's default prompt.
     """
-    names = [task, task_type]
+    prompts, names = text.prompts, [task, task_type, text.default_prompt_name]
     if role is not None:
         names = [f"{task}-{role}", task, f"{task_type}-{role}", task_type, role]
     return next((prompts[name] for name in names if name and name in prompts), "")

@@ -21,7 +21,7 @@ from mteb.abstasks import (
 from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.models import ModelMeta
 from mteb.models.search_wrappers import SearchEncoderWrapper
-from mteb.similarity_functions import cos_sim, pairwise_cos_sim
+from mteb.similarity_functions import cos_sim, dot_score, pairwise_cos_sim, pairwise_dot_score
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import file_sha256, load_array
@@ -216,12 +216,14 @@ class TaskEncoder:
         return unit_rows(truncated_ND) if self.encoder.embedder.normalize else truncated_ND
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Cosines of all pairs."""
-        return cos_sim(embeddings1, embeddings2)
+        """The model's scores of all pairs."""
+        score = dot_score if self.encoder.embedder.compares_lengths else cos_sim
+        return score(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Cosines row by row."""
-        return pairwise_cos_sim(embeddings1, embeddings2)
+        """The model's scores row by row."""
+        score = pairwise_dot_score if self.encoder.embedder.compares_lengths else pairwise_cos_sim
+        return score(embeddings1, embeddings2)
 
     def prompt(self, task: TaskMetadata, prompt_type: Any) -> str:
         """The prompt for the texts of a task with a role: `query`, `document`, or None for a task without roles."""
@@ -231,7 +233,7 @@ class TaskEncoder:
                 return self.instruction_prompt
             if self.prompt_name is not None:
                 return text.prompt(self.prompt_name, "query")
-        return task_prompt(text.prompts, task.name, task.type, None if prompt_type is None else str(prompt_type))
+        return task_prompt(text, task.name, task.type, None if prompt_type is None else str(prompt_type))
 
     def _context_for(self, data: str, texts: list[str]) -> Context | None:
         return None

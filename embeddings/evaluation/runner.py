@@ -90,8 +90,9 @@ def evaluate_widths(
     """The scores on one folder at several widths, from one encoding: vectors are truncated, then normalised.
 
     Prompts are chosen as in mteb (`task_prompt`): `query` and `document` for retrieval and reranking, that of the type
-    (`STS`) for other kinds. Retrieval ranks all documents by cosine. The score of similarity is Spearman's correlation
-    of the cosine with the human score. mteb computes the other kinds; `run_tasks` computes the same scores.
+    (`STS`) for other kinds. Retrieval ranks all documents by the model's scores (`Encoder.similarity`). The score of
+    similarity is Spearman's correlation of the cosine with the human score. mteb computes the other kinds; `run_tasks`
+    computes the same scores.
 
     Args:
         encoder: The model.
@@ -131,11 +132,12 @@ def evaluate_widths(
         encoding_seconds, scored = time.perf_counter() - start, []
         for width in widths:
             start = time.perf_counter()
-            truncated = [unit_rows(vector_ND[:, :width]) for vector_ND in vectors]
+            truncated = [vector_ND[:, :width] for vector_ND in vectors]
             if isinstance(folder, RetrievalFolder):
+                truncated = [encoder.comparable(vector_ND) for vector_ND in truncated]
                 metrics, counts, _ = _score_retrieval(folder, truncated, encoder.device)
             else:
-                cosine_N = np.einsum("nd,nd->n", *truncated, dtype=np.float64)
+                cosine_N = np.einsum("nd,nd->n", *map(unit_rows, truncated), dtype=np.float64)
                 metrics, counts = {"cosine_spearman": spearman(cosine_N, folder.score_N)}, _counts(folder)
             scored.append((metrics, counts, encoding_seconds + time.perf_counter() - start))
     extra = {} if context_size is None else {"num_context": context_size}
@@ -195,7 +197,7 @@ def score_retrieval(
     encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None = None, context: Context | None = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    vectors = [unit_rows(vector_ND) for vector_ND in _encode(encoder, folder, prompt_name, context)]
+    vectors = [encoder.comparable(vector_ND) for vector_ND in _encode(encoder, folder, prompt_name, context)]
     return _score_retrieval(folder, vectors, encoder.device)
 
 
@@ -215,7 +217,7 @@ def _encode(
         else:
             # The task of a folder has dots in its name instead of slashes (see `folder_tasks`).
             task_type = "Retrieval" if isinstance(folder, RetrievalFolder) else "STS"
-            prompt = task_prompt(text.prompts, name.replace("/", "."), task_type, role)
+            prompt = task_prompt(text, name.replace("/", "."), task_type, role)
         return encoder.encode(texts, context=context, role=role or "document", prompt=prompt)
 
     if isinstance(folder, RetrievalFolder):

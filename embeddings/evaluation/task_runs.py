@@ -323,7 +323,8 @@ def score_folder(
     """The metrics of a folder's data at each width, computed by mteb, the main one first; no results are written."""
     # Names of tasks have dots instead of slashes.
     task, (_, _, metrics) = folder_task(name.replace("/", "."), folder.kind, folder), KINDS[folder.kind]
-    meta = ModelMeta.create_empty(overwrites={"name": f"local/{name}", "similarity_fn_name": ScoringFunction.COSINE})
+    facts = {"name": f"local/{name}", "similarity_fn_name": ScoringFunction(encoder.embedder.similarity)}
+    meta = ModelMeta.create_empty(overwrites=facts)
     adapted, scores = _adapted(encoder, meta, settings), []
     with TemporaryDirectory() as vectors, _loaded(task, encoder.show_progress):
         adapted.folder = Path(vectors) if len(widths) > 1 else None
@@ -352,7 +353,7 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
         "revision": embedder_sha256(encoder)[:40],
         "max_tokens": embedder.text.document_max_length,
         "n_parameters": sum(weight.numel() for weight in embedder.parameters()),
-        "similarity_fn_name": ScoringFunction.COSINE,
+        "similarity_fn_name": ScoringFunction(embedder.similarity),
         "framework": ["PyTorch"],
     }
     metas = {}

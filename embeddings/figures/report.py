@@ -204,6 +204,10 @@ def method(facts: RunFacts) -> str:
     """The method, or the class name of a module outside this library."""
     path = facts.setting("model.class_path")
     name = short_class(path)
+    pooling = short_class(facts.setting("model.init_args.pooling.class_path"))
+    if name == "NVEmbedModule" and pooling not in ("", "None", "LatentAttentionPooling"):
+        # The module trains any pooling; the paper's model pools by latent attention.
+        return f"contrastive training with {pooling}"
     return "an unknown method" if path is None else METHODS.get(name, name)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -119,6 +120,13 @@ def read_curves(run: Path) -> Curves:
             new_steps, new_values = new[column]
             curves[column] = steps + new_steps, values + new_values
     return curves
+
+
+def validation_scores(run: Path, num_steps: int) -> list[tuple[int, float]]:
+    """The validation nDCG@10 of a run by optimiser step, up to `num_steps`; empty if nothing readable was logged."""
+    with suppress(InputError, OSError):
+        return [(step, value) for step, value in zip(*read_curves(run)[SCORE], strict=True) if step <= num_steps]
+    return []
 
 
 def _before(column: str, curve: Curve, first: int) -> Curve:

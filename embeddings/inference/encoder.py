@@ -249,7 +249,8 @@ class Encoder:
         Args:
             texts: Any number of texts, which may be empty; or texts tokenised by `preparation`, with prompt and limit.
             prompt_name: Name of the model's prompt to put before each text, or a literal one (`GivenPrompt`); None for
-                the prompt named like the role, if the model has it.
+                the prompt named like the role, if the model has it. Without a role, the model's default prompt precedes
+                it.
             context: For a contextual model, the result of `choose_context`, or documents, which each call encodes.
             role: Role whose length limit is used; None for `query` with the prompt of that name, else `document`.
             prompt: A literal prompt instead of one of the model's; the empty text for no prompt.
@@ -273,15 +274,20 @@ class Encoder:
         """Encode documents, with the model's `document` prompt and length limit."""
         return self.encode(texts, context=context, role="document")
 
-    @staticmethod
-    def similarity(query_ND: Vectors, document_MD: Vectors) -> Vectors:
-        """The cosine of each query with each document, (N, M) float32; 0 for a zero vector."""
-        return unit_rows(query_ND) @ unit_rows(document_MD).T
+    def similarity(self, query_ND: Vectors, document_MD: Vectors) -> Vectors:
+        """The score of each query with each document, (N, M) float32: the cosine, or the model's inner product."""
+        return self.comparable(query_ND) @ self.comparable(document_MD).T
+
+    def comparable(self, vector_ND: Vectors) -> Vectors:
+        """Vectors whose inner products are the model's scores, (N, D): of unit length (zero stays zero), or as is."""
+        return vector_ND if self.embedder.compares_lengths else unit_rows(vector_ND)
 
     def preparation(
         self, prompt_name: PromptChoice = None, role: TextRole | None = None, prompt: str | None = None
     ) -> TextPreparation:
         """The tokenisation of texts for this encoder; see `encode` for the arguments and errors."""
+        if prompt_name is None and role is None:
+            prompt_name, role = self.embedder.text.default_prompt_name, "document"
         role = role or ("query" if prompt_name == "query" else "document")
         prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
         return TextPreparation(self._tokenizer, role, prompt)
@@ -429,6 +435,8 @@ def embedder_sha256(encoder: Encoder) -> str:
     """
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
+    # Results of the model depend on it too; the usual cosine is left out, so that existing hashes do not change.
+    pooling |= {"similarity": "dot"} if embedder.compares_lengths else {}
     return module_sha256(embedder, embedder.tokenizer, {**pooling, "text": embedder.text.to_dict()})
 
 

@@ -14,7 +14,7 @@ from embeddings.common.io import check_manifest
 from embeddings.inference.context import ContextDraw, check_same_context
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256
 from embeddings.inference.vector_folder import Document, VectorFolder, read_corpus
-from embeddings.inference.vectors import DOCUMENT_TILE, VectorShards, sign_bits, unit_rows
+from embeddings.inference.vectors import DOCUMENT_TILE, VectorShards, sign_bits
 
 QUERY_TILE = 1024
 
@@ -197,7 +197,7 @@ NearestRows = Callable[[npt.NDArray[np.float32], int], TopK]
 
 
 class Hit(NamedTuple):
-    """A search result: document id, cosine of the query with the stored vector, and encoded text."""
+    """A search result: document id, score of the query with the stored vector, and encoded text."""
 
     document_id: str
     score: float
@@ -242,6 +242,10 @@ class CorpusSearch:
         if rescore_multiplier is not None and (self._folder is None or self._folder.vector_format != "binary"):
             rule = "has an effect only on a folder of binary vectors"
             raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
+        if nearest is not None:
+            encoder.embedder.require_directions("index", encoder.origin, "an index")
+        if self._folder is not None and self._folder.vector_format == "binary":
+            encoder.embedder.require_directions("corpus", str(corpus), "a search of binary vectors")
         if self._folder is not None:
             self._context = self._folder.context()
             if context is not None:
@@ -252,7 +256,7 @@ class CorpusSearch:
             self._corpus = list(read_corpus(corpus))
             self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context
             texts = [document.text for document in self._corpus]
-            self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
+            self._vector_ND = encoder.comparable(encoder.encode(texts, None, self._context, role="document"))
         self._nearest = nearest or self._compare_all
 
     @property
@@ -261,13 +265,13 @@ class CorpusSearch:
         return self._context is not None
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
-        """At most `top_k` documents with the largest cosines for each query, best first.
+        """At most `top_k` documents with the largest scores (see `Encoder.similarity`) for each query, best first.
 
         Raises:
             InputError: If a vector of the folder is zero or not finite, or its documents are damaged.
             OptionError: If `top_k` is not positive.
         """
-        query_QD = unit_rows(self.encoder.encode(queries, None, self._context, role="query"))
+        query_QD = self.encoder.comparable(self.encoder.encode(queries, None, self._context, role="query"))
         best = self._nearest(query_QD, top_k)
         return [
             [Hit(id_, score, text) for (id_, text), score in zip(self._documents(rows), scores, strict=False)]
@@ -277,7 +281,8 @@ class CorpusSearch:
     def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
         if self._folder is not None and self._folder.vector_format == "binary":
             return search_signs(query_QD, self._folder.shards, top_k, self._rescore_multiplier)
-        documents = self._vector_ND if self._folder is None else self._folder.directions()
+        folder, raw = self._folder, self.encoder.embedder.compares_lengths
+        documents = self._vector_ND if folder is None else folder.tiles() if raw else folder.directions()
         return search_top_k(query_QD, documents, top_k, self.encoder.device)
 
     def _documents(self, rows: list[int]) -> list[Document]:
@@ -294,5 +299,5 @@ def search_corpus(
     *,
     context: Context | ContextDraw | None = None,
 ) -> list[list[Hit]]:
-    """The documents with the largest cosines for each query, best first; see `CorpusSearch`."""
+    """The documents with the largest scores for each query, best first; see `CorpusSearch`."""
     return CorpusSearch(encoder, corpus, context=context).search(queries, top_k)

@@ -168,13 +168,17 @@ class VectorFolder:
         return iter(self.shards)
 
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors at unit length, in blocks of at most 16,384; an `InputError` names a zero or non-finite one."""
+        """The vectors of `tiles` at unit length."""
+        return map(unit_rows, self.tiles())
+
+    def tiles(self) -> Iterator[npt.NDArray[np.float32]]:
+        """The vectors in blocks of at most 16,384; an `InputError` names a zero or non-finite one."""
         for shard in range(self.num_shards):
             stored = self.shards.stored(shard)
             for start in range(0, len(stored), DOCUMENT_TILE):
                 vector_nD = float_rows(stored[start : start + DOCUMENT_TILE], self.vector_format)
                 check_vectors(vector_nD, str(self.shards.path(shard)), start)
-                yield unit_rows(vector_nD)
+                yield vector_nD
 
     def context(self) -> Context | None:
         """The context that the vectors were encoded with, if any; queries must be encoded with it too."""
@@ -258,6 +262,7 @@ def encode_corpus(
         "embedding_dim": encoder.embedding_dim,
         "prompt_name": prompt_name,
         "role": role,
+        **({"similarity": "dot"} if encoder.embedder.compares_lengths else {}),
         **({"context": None} if context is None else context.manifest_fields()),
         "shard_size": shard_size,
         "vector_format": vector_format,

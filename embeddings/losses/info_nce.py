@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
 from embeddings.common.protocols import KeepsArguments
+from embeddings.common.text import Similarity
 from embeddings.common.types import moved
 from embeddings.losses.masks import (
     CandidateKeys,
@@ -27,7 +28,6 @@ from embeddings.losses.masks import (
 )
 from embeddings.losses.tiles import (
     ExcludeInPlace,
-    Similarity,
     WidthScores,
     comparable,
     row_tiles,

@@ -1,15 +1,15 @@
 """The cross-entropy of a similarity matrix, in tiles of rows: the full matrix is never in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from embeddings.common.text import Similarity
 from embeddings.common.types import queues_work
 
-Similarity = Literal["cosine", "dot"]
 # (tile of scores, its rows) → None: sets excluded scores to minus infinity, in place.
 ExcludeInPlace = Callable[[Tensor, slice], None]
 # Matrix products of fewer rows are slow.

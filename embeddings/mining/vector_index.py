@@ -112,6 +112,9 @@ def build_index(
         OSError: If the disk is full; an existing index is preserved.
     """
     _require_floats(folder)
+    if check_manifest(folder.path, {}).get("similarity") == "dot":
+        what = "has the vectors of a model that compares them by inner products of any length; an index needs cosines"
+        raise InputError(str(folder.path), what, "search the folder without an index")
     faiss = load_faiss()
     num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
     path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE

@@ -1,6 +1,7 @@
 """A contextual embedding model: a text's vector depends on documents of its corpus."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
+from embeddings.common.text import Similarity
 from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model, num_positions
 from embeddings.models.bidirectional import short_window, trial_ids
@@ -28,7 +30,6 @@ from embeddings.models.directory import (
     is_contextual,
     read_context_options,
     read_model_directory,
-    write_model_directory,
 )
 from embeddings.models.embedder import Embedder
 from embeddings.models.lora import plain_backbone
@@ -87,6 +88,7 @@ class ContextualEmbedder(Embedder):
         context_max_length: int | None = None,
         normalize: bool = True,
         text: TextSettings | None = None,
+        similarity: Similarity = "cosine",
         form: ContextForm | None = None,
     ) -> None:
         form = ContextForm() if form is None else form
@@ -94,7 +96,9 @@ class ContextualEmbedder(Embedder):
         check_dropout(context_dropout, form.has_null, "context_dropout")
         plain = plain_backbone(backbone)
         hidden_size = int(plain.config.hidden_size)
-        super().__init__(backbone, tokenizer, MeanPooling(hidden_size), normalize=normalize, text=text)
+        super().__init__(
+            backbone, tokenizer, MeanPooling(hidden_size), normalize=normalize, text=text, similarity=similarity
+        )
         words: Any = plain.get_input_embeddings()
         self.context_size = int(words.weight.shape[1])
         first = plain_backbone(first_stage_backbone)
@@ -261,7 +265,8 @@ class ContextualEmbedder(Embedder):
         attention = backbone.config._attn_implementation
         first = load_model(folder / CONTEXT_FOLDER, backbone.dtype, attention, dropout=dropout)
         try:
-            embedder = cls(first, backbone, tokenizer, normalize=parts.normalize, text=parts.text, **options)
+            common: Any = {name: getattr(parts, name) for name in ("normalize", "text", "similarity")}
+            embedder = cls(first, backbone, tokenizer, **common, **options)
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
         embedder.trained_widths = parts.trained_widths
@@ -270,11 +275,8 @@ class ContextualEmbedder(Embedder):
             load_weights(embedder.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
         return embedder
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a sentence-transformers directory with both stages and their code, atomically; adapters are merged."""
-        context, widths = self.context_parts(), self.trained_widths
-        parts = ModelParts(self.pooling, None, self.normalize, self.text, context, widths)
-        write_model_directory(folder, self.backbone, self.tokenizer, parts)
+    def _parts(self) -> ModelParts:
+        return replace(super()._parts(), context=self.context_parts())
 
     def context_parts(self) -> ContextParts:
         """The parts that a plain model does not have."""

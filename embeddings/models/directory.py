@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tokenizers.normalizers
 import torch
@@ -25,10 +25,11 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTr
 from transformers.dynamic_module_utils import get_relative_imports
 
 from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common.errors import shown
 from embeddings.common.io import write_json
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import logger
-from embeddings.common.text import INSTRUCTION_TEMPLATE, LENGTHS
+from embeddings.common.text import INSTRUCTION_TEMPLATE, LENGTHS, Similarity
 from embeddings.models.backbone import has_pooling_layer, num_positions, quiet_transformers
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_files import load_weights, read_json
@@ -46,6 +47,8 @@ from embeddings.models.portable_contextual import (
 WIDTHS_KEY = "matryoshka_dimensions"
 # The key there for `TextSettings.instruction_template`, unless it is the default.
 TEMPLATE_KEY = "instruction_template"
+# The key there for `TextSettings.default_prompt_name`.
+DEFAULT_PROMPT_KEY = "default_prompt_name"
 # Our names to those of sentence-transformers. Only the first two do not depend on whether a prompt is pooled.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
@@ -98,6 +101,7 @@ class ModelParts:
     context: ContextParts | None = None
     trained_widths: tuple[int, ...] = ()
     norm: nn.LayerNorm | None = None
+    similarity: Similarity = "cosine"
 
 
 def write_model_directory(
@@ -142,7 +146,7 @@ def write_model_directory(
         config: dict[str, Any] = {"prompts": text.prompts}
         config |= {TEMPLATE_KEY: text.instruction_template} if text.instruction_template != INSTRUCTION_TEMPLATE else {}
         config |= {WIDTHS_KEY: list(parts.trained_widths)} if parts.trained_widths else {}
-        config |= {"default_prompt_name": None, "similarity_fn_name": "cosine"}
+        config |= {"default_prompt_name": text.default_prompt_name, "similarity_fn_name": parts.similarity}
         config |= {"__version__": {"transformers": transformers.__version__, "pytorch": torch.__version__}}
         write_json(new / "config_sentence_transformers.json", config)
 
@@ -214,7 +218,7 @@ def _appending_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str, str]:
     """Write pooling and text settings with our code for them; returns the classes of the first two modules."""
     pooling = parts.pooling
-    settings = _without(parts.text.to_dict(), "prompts", TEMPLATE_KEY)
+    settings = _without(parts.text.to_dict(), "prompts", TEMPLATE_KEY, DEFAULT_PROMPT_KEY)
     first = "portable.TextTransformer" if parts.context is None else "portable_contextual.ContextualTransformer"
     if pooling.captured_layers:
         first, settings["tapped_layers"] = "attention_capture.CapturingTransformer", list(pooling.captured_layers)
@@ -302,7 +306,11 @@ def read_model_directory(
         rule = f"{WIDTHS_KEY} must list widths from 1 to {width}, got {widths!r}"
         raise InputError(str(config), rule, _EXPORT_AGAIN)
     trained_widths = tuple(sorted(set(widths), reverse=True))
-    return ModelParts(pooling, head, normalize, text, trained_widths=trained_widths, norm=norm)
+    similarity = fields.get("similarity_fn_name") or "cosine"
+    if similarity not in get_args(Similarity):
+        rule = f"has similarity_fn_name {shown(similarity)}, supported are {', '.join(get_args(Similarity))}"
+        raise InputError(str(config), rule, "use a model that compares vectors by one of these")
+    return ModelParts(pooling, head, normalize, text, None, trained_widths, norm, similarity)
 
 
 def read_text_settings(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TextSettings | None:
@@ -326,7 +334,10 @@ def _read_text(
     if not isinstance(template, str):
         raise InputError(str(path), f"has an {TEMPLATE_KEY} that is not a string", _EXPORT_AGAIN)
     prompts = _read_prompts(path, fields)
+    default = fields.get(DEFAULT_PROMPT_KEY)
     common: dict[str, Any] = {"prompts": prompts, TEMPLATE_KEY: template}
+    # The prompt may be empty: such prompts are not stored.
+    common |= {DEFAULT_PROMPT_KEY: default} if default in prompts else {}
     path = path.with_name(TEXT_FILE)
     if path.is_file():
         settings = {**_without(read_json(path), "tapped_layers"), **common}
@@ -379,7 +390,19 @@ def _read_prompts(path: Path, fields: dict[str, Any]) -> dict[str, str]:
         # A surrogate cannot be encoded as UTF-8.
         if not isinstance(prompt, str | None) or re.search("[\ud800-\udfff]", prompt or ""):
             raise InputError(str(path), f"has a prompt {name!r} that is not a valid string", _EXPORT_AGAIN)
+    for role, words in _SYNONYMS.items():
+        name = next((name for name, prompt in saved.items() if prompt and words & {*name.lower().split("_")}), None)
+        if name is not None and not saved.get(role):
+            line = "%s: the prompt %s is used only where it is asked for by name, since it is not named %s"
+            logger.warning(line, path, shown(name), role)
     return {name: prompt for name, prompt in saved.items() if prompt}
+
+
+# Words in names of prompts, such as `search_query`, that mean a role.
+_SYNONYMS = {
+    "query": {"query", "queries", "question", "questions"},
+    "document": {"document", "documents", "doc", "docs", "passage", "passages", "corpus"},
+}
 
 
 def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:

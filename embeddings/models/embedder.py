@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
-from embeddings.common.text import LENGTHS
+from embeddings.common.own_folder import replaced_folder
+from embeddings.common.text import LENGTHS, Similarity
 from embeddings.models.anchor_weights import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
@@ -20,6 +21,7 @@ from embeddings.models.bidirectional import trial_ids
 from embeddings.models.context_layers import evaluating
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.lora import plain_backbone, without_cache
+from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling
 from embeddings.models.poolings import own_pooling_source
@@ -41,6 +43,7 @@ class Embedder(nn.Module):
         normalize: Whether vectors have unit length.
         text: Maximum lengths, prompts and special tokens of the texts.
         trained_widths: Widths that vectors may be truncated to, the widest first; empty if there are none.
+        similarity: How vectors are compared.
 
     Raises:
         OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the backbone's attention does
@@ -64,6 +67,7 @@ class Embedder(nn.Module):
         normalize: bool = True,
         text: TextSettings | None = None,
         trained_widths: Sequence[int] = (),
+        similarity: Similarity = "cosine",
     ) -> None:
         super().__init__()
         self.hidden_size = int(plain_backbone(backbone).config.hidden_size)
@@ -83,6 +87,7 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.text = TextSettings() if text is None else text
         self.trained_widths = tuple(trained_widths)
+        self.similarity: Similarity = similarity
         # The model that LoRA adapts, if its files contain the same weights.
         self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
@@ -166,6 +171,17 @@ class Embedder(nn.Module):
                 raise OptionError(f"{owner}.{name}", getattr(text, name), rule, self._SHORTEN)
 
     @property
+    def compares_lengths(self) -> bool:
+        """Whether the scores of vectors depend on their lengths: inner products of vectors that have any length."""
+        return self.similarity == "dot" and not self.normalize
+
+    def require_directions(self, option: str, value: object, use: str) -> None:
+        """Raise an `OptionError` about `option` if scores depend on vectors' lengths, which `use` does not support."""
+        if self.compares_lengths:
+            rule = f"compares vectors by their inner products, of any length; {use} needs cosines"
+            raise OptionError(option, value, rule, "use a model of unit vectors or of similarity cosine")
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device
@@ -218,7 +234,8 @@ class Embedder(nn.Module):
         cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
     ) -> Self:
         """The embedder with a directory's parts; an `InputError` if they do not fit together."""
-        options = {name: getattr(parts, name) for name in ("norm", "head", "normalize", "text", "trained_widths")}
+        names = ("norm", "head", "normalize", "text", "trained_widths", "similarity")
+        options = {name: getattr(parts, name) for name in names}
         try:
             return cls(backbone, tokenizer, parts.pooling, **options)
         except OptionError as error:
@@ -241,16 +258,26 @@ class Embedder(nn.Module):
             rule = "cannot be written into a model directory: the head must be a torch.nn.Linear"
             raise OptionError("head", type(head).__name__, rule, fix)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], card: bool = True) -> None:
         """Write a sentence-transformers directory, atomically; adapters are merged into the written weights.
+
+        Args:
+            folder: The directory. An existing model is replaced; a card that was written by hand is kept.
+            card: Whether to write a card, which describes only the model's use.
 
         Raises:
             OptionError: As `check_saving`.
         """
         self.check_saving()
-        widths = self.trained_widths
-        parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=widths, norm=self.norm)
-        write_model_directory(folder, self.backbone, self.tokenizer, parts)
+        target = Path(folder).expanduser()
+        with replaced_folder(target) as new:
+            write_model_directory(new, self.backbone, self.tokenizer, self._parts())
+            if card and not keeps_card(target):
+                write_model_card(new, self, location=target)
+
+    def _parts(self) -> ModelParts:
+        names = ("pooling", "head", "normalize", "text", "trained_widths", "norm", "similarity")
+        return ModelParts(**{name: getattr(self, name) for name in names})
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:

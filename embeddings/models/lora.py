@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
+from embeddings.common.io import write_text
 from embeddings.models.context_layers import plain_model
 
 if TYPE_CHECKING:
@@ -183,8 +184,30 @@ def frozen_weights(module: nn.Module) -> set[str]:
     }
 
 
-def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | None) -> None:
-    """Write the LoRA matrices unmerged in peft's layout, for `PeftModel.from_pretrained(base, folder)`."""
+_CARD = """# LoRA matrices of {directory}
+
+The states of its backbone, with the config of the model directory, which states the attention that the matrices were
+trained with. The base model's own config may have a causal mask, which gives other states.
+
+```python
+from transformers import AutoConfig, AutoModel
+from peft import PeftModel
+
+config = AutoConfig.from_pretrained({directory!r})
+base = AutoModel.from_pretrained({base!r}, config=config{revision})
+model = PeftModel.from_pretrained(base, {adapter!r})
+```
+
+The matrices change only these states. Weights of the pooling, of a norm and of a head are not here: they are in the
+folders `1_Pooling`, `N_LayerNorm` and `N_Dense` of {directory}.
+"""
+
+
+def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | None, directory: Path) -> None:
+    """Write the LoRA matrices unmerged in peft's layout, with a card on loading them.
+
+    `directory` is the final place of the model directory, of which `folder` is a part.
+    """
     from peft import get_peft_model_state_dict
 
     adapted: Any = backbone
@@ -195,3 +218,6 @@ def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | 
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    places = {"directory": str(directory), "adapter": str(directory / folder.name), "base": base}
+    where_revision = "" if revision is None else f", revision={revision!r}"
+    write_text(folder / "README.md", _CARD.format(**places, revision=where_revision))

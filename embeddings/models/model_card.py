@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from huggingface_hub import (
@@ -29,7 +29,6 @@ from embeddings.common.io import MANIFEST, check_file, write_text
 from embeddings.common.own_folder import own_hashes, record_files
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.models.embedder import Embedder
 from embeddings.models.model_files import (
     CARD_FILE,
     CURVES_FILE,
@@ -42,6 +41,9 @@ from embeddings.models.model_files import (
     weight_files,
 )
 from embeddings.models.poolings import pooling_name
+
+if TYPE_CHECKING:
+    from embeddings.models.embedder import Embedder
 
 _MAX_CHARACTERS = 200
 _MAX_SETTINGS = 20_000
@@ -87,18 +89,19 @@ class ImportFacts:
 
 def write_model_card(
     folder: Path,
-    embedder: Embedder,
+    embedder: "Embedder",
     facts: TrainingFacts | ImportFacts | None = None,
     *,
     scores: Sequence[Mapping[str, Any]] = (),
     licence: str | None = None,
-    name: str | None = None,
+    location: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write the card of a model directory, unless it has one that the user wrote or changed.
 
-    The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `name` is the model's
-    name, by default that of the directory.
+    The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `location` is what the
+    card's commands load, a folder or a Hub id, by default `folder`; its last part is the model's name.
     """
+    location = folder if location is None else location
     if keeps_card(folder):
         return
     if not scores and (folder / SCORES_FILE).is_file():
@@ -112,7 +115,7 @@ def write_model_card(
     origin = facts if isinstance(facts, ImportFacts) else None
     backbones, sources = ([], []) if training is None else (_backbones(training.config), _sources(training.config))
     bases = [hub for hub in map(_hub_name, [origin.source, *origin.base] if origin else backbones) if hub]
-    name, needs_code = name or folder.name, any(folder.glob("*.py"))
+    name, needs_code = Path(location).expanduser().resolve().name, any(folder.glob("*.py"))
     data = ModelCardData(
         base_model=bases[0] if len(bases) == 1 else bases or None,
         datasets=[dataset for dataset in map(_hub_dataset, sources) if dataset] or None,
@@ -126,6 +129,7 @@ def write_model_card(
     card = environment.get_template("model_card.md").render(
         header=_header(data, scores, name),
         name=name,
+        location=os.fspath(location),
         model=embedder,
         pooling=pooling_name(embedder.pooling).rpartition(".")[2].replace("_", " "),
         needs_code=needs_code,
@@ -455,7 +459,10 @@ def push_to_hub(
         repository = page.repo_id
         if revision not in (None, _MAIN):
             api.create_branch(repository, branch=str(revision), exist_ok=True)
-        operations: list[Any] = [CommitOperationAdd(path, folder / path) for path in paths]
+        contents: dict[str, Any] = {path: folder / path for path in paths}
+        if is_own_card(folder / CARD_FILE):
+            contents[CARD_FILE] = _loading(repository, (folder / CARD_FILE).read_text(encoding="utf-8")).encode()
+        operations: list[Any] = [CommitOperationAdd(path, content) for path, content in contents.items()]
         if update:
             existing = api.list_repo_files(repository, revision=revision)
             earlier = _pushed_files(api, repository, revision) if MANIFEST in existing else set()
@@ -472,12 +479,17 @@ def push_to_hub(
     return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes, tuple(left_out))
 
 
-def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
+def _loading(repository: str, card: str) -> str:
+    """A generated card whose commands load the repository in place of the folder."""
+    calls = r"((?:SentenceTransformer|Encoder\.from_pretrained)\()('[^'\n]*'|\"[^\"\n]*\")"
+    return re.sub(calls, lambda match: match[1] + repr(repository), card)
+
+
+def push_embedder(embedder: "Embedder", name: str, **options: Any) -> PushedModel:
     """Upload a model from memory, with a card that describes only its use; `options` as in `push_to_hub`."""
     with TemporaryDirectory() as temporary:
-        folder = Path(temporary, "model")
+        folder = Path(temporary, name.rpartition("/")[2])
         embedder.save_pretrained(folder)
-        write_model_card(folder, embedder, name=name)
         return push_to_hub(folder, name, **options)
 
 

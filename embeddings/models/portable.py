@@ -156,10 +156,7 @@ class TextTransformer(nn.Module):
         common = {**where, "trust_remote_code": loading.get("trust_remote_code", False)}
         options = {**common, **(config_kwargs or {}), **(model_kwargs or {})}
         own_parts = cls.load_own_parts(model_name_or_path, where, options)
-        model_class: Any = MODEL_MAPPING.get(type(AutoConfig.from_pretrained(model_name_or_path, **common)), None)
-        if model_class is not None and "add_pooling_layer" in inspect.signature(model_class).parameters:
-            options.setdefault("add_pooling_layer", False)  # an unused layer, about which loading would warn
-        model = AutoModel.from_pretrained(model_name_or_path, **options)
+        model = load_backbone(model_name_or_path, options)
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **{**common, **(processor_kwargs or {})})
         return cls(model, tokenizer, **own_parts, **settings)
 
@@ -167,6 +164,17 @@ class TextTransformer(nn.Module):
     def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """Further constructor arguments that a subclass loads; `options` are for loading a backbone."""
         return {}
+
+
+def load_backbone(name: str, options: dict[str, Any]) -> PreTrainedModel:
+    """The backbone of a directory or Hub id, without a pooling layer: it is unused, and loading would warn about it."""
+    where = ("subfolder", "revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
+    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in where if key in options})
+    model_class: Any = MODEL_MAPPING.get(type(config), None)
+    if model_class is not None and "add_pooling_layer" in inspect.signature(model_class).parameters:
+        options = {"add_pooling_layer": False, **options}
+    model: PreTrainedModel = AutoModel.from_pretrained(name, **options)
+    return model
 
 
 class SavedLayer(nn.Module):

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt, plain_model, states_behind_context
-from .portable import SavedLayer, TextTransformer, load_tensors, read_text, save_json, save_tensors
+from .portable import SavedLayer, TextTransformer, load_backbone, load_tensors, read_text, save_json, save_tensors
 
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
@@ -149,7 +149,7 @@ class ContextualTransformer(TextTransformer):
     def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """The first stage with the context's layers, and the prompt of context documents."""
         first_where = {**where, "subfolder": f"{where['subfolder']}/{CONTEXT_FOLDER}".strip("/")}
-        backbone = AutoModel.from_pretrained(name, **{**options, **first_where})
+        backbone = load_backbone(name, {**options, **first_where})
         parts = ContextParts.of_settings(backbone, json.loads(read_text(name, CONTEXT_SETTINGS, first_where)))
         load_tensors(parts.layers(), name, CONTEXT_WEIGHTS, first_where)
         config = json.loads(read_text(name, "config_sentence_transformers.json", where))

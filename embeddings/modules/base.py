@@ -362,6 +362,7 @@ class ContrastiveModule(BaseModule):
         self.embedder = embedder
         self.frozen_base = embedder.frozen_base
         embedder.trained_widths = tuple(sorted(loss.widths, reverse=True))
+        embedder.similarity = loss.similarity
         self.loss = loss
         self.vector_teacher: VectorTeacher | None = None
         self.grad_cache: GradCache | None = None

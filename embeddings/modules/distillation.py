@@ -154,6 +154,7 @@ class VectorTeacher(FrozenTeacher):
 
     def __init__(self, name: str, teacher: Embedder | None = None) -> None:
         super().__init__(load_embedder(name) if teacher is None else teacher)
+        self.embedder.require_directions("model.loss.teacher", name, "a teacher")
         self.name = name
         self.tokens = TextTokenizer(self.embedder.tokenizer, self.embedder.text)
 

@@ -338,7 +338,7 @@ def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1
     chosen = [records[index * len(records) // count] for index in range(count)]
     query_ND = _unit(encoder.encode([record.query for record in chosen], role="query"))
     texts = [[record.positives[0], *(negative.text for negative in record.negatives)] for record in chosen]
-    similarity = [_unit(encoder.encode(list(column))) for column in zip(*texts, strict=True)]
+    similarity = [_unit(encoder.encode(list(column), role="document")) for column in zip(*texts, strict=True)]
     cosine_SN = np.stack([np.einsum("nd,nd->n", query_ND, vector_ND) for vector_ND in similarity])
     falling_N = (np.diff(cosine_SN[1:], axis=0) <= 0).all(axis=0)
     positive, *levels = cosine_SN.mean(axis=1).tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AutoModel, BertConfig, BertForMaskedLM
 
 from embeddings.cli.export import facts_of_checkpoint
 from embeddings.cli.fit import run_trainer
@@ -125,7 +125,7 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
     assert main([*words, "--format", "adapter"]) == 0
     assert f"wrote {out / 'adapter'}: LoRA matrices for peft, of {base}\n" in capsys.readouterr().out
     names = sorted(path.name for path in (out / "adapter").iterdir())
-    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    assert names == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     tokens = {"input_ids": torch.arange(5, 25).view(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
     plain = load_model(Path(base), torch.float32, make_bidirectional=True)
     with torch.no_grad():
@@ -134,6 +134,20 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
         ours = cli.model.embedder.backbone.eval()(**tokens).last_hidden_state
         merged = load_model(out, torch.float32)(**tokens).last_hidden_state
     assert torch.equal(found, ours)
+    # As the adapter's card says; the base model alone is causal.
+    card = (out / "adapter" / "README.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names = {}
+    exec(lines, names)
+    assert len([line for line in lines.splitlines() if " = " in line]) == 3
+    causal = AutoModel.from_pretrained(base)
+    with torch.no_grad():
+        documented = names["model"].eval()(**tokens).last_hidden_state
+        wrong = PeftModel.from_pretrained(causal, out / "adapter").eval()(**tokens).last_hidden_state
+    torch.testing.assert_close(documented, ours, rtol=0, atol=1e-5)
+    assert (wrong - ours).abs().max() > 1e-1
+    pooling = re.search(r"Weights of the pooling, .* folders `(\w+)`", card, re.DOTALL)[1]
+    assert (out / pooling / "model.safetensors").is_file()
     assert (found - untrained).abs().max() > 1e-3
     torch.testing.assert_close(merged, ours, rtol=0, atol=1e-5)
     assert main(words) == 0

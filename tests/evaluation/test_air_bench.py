@@ -146,7 +146,7 @@ def test_the_context_is_drawn_from_the_corpus_of_the_data_set(world, tmp_path, m
         run(encoder, PRIVATE[0], tmp_path / str(len(found)), **settings)
         context = sample_context(encoder, [*corpus.values()], 4, settings.get("context_seed", 0)) if settings else None
         document_ND = encoder.encode([*corpus.values()], context=context, role="document")
-        cosine_N = Encoder.similarity(encoder.encode([queries["q-0"]], context=context, role="query"), document_ND)[0]
+        cosine_N = encoder.similarity(encoder.encode([queries["q-0"]], context=context, role="query"), document_ND)[0]
         (path,) = (tmp_path / str(len(found))).rglob("en_default_test.json")
         searched = json.loads(path.read_text())["search_results"]["q-0"]
         assert searched == pytest.approx(dict(zip(corpus, cosine_N.tolist(), strict=True)), abs=1e-6)
@@ -214,7 +214,7 @@ def test_private_sets_are_searched_and_zipped_for_the_leaderboard(encoder, world
     document_ND = encoder.encode([*corpus.values()], role="document")
     assert list(results) == list(queries)
     for query, text in queries.items():
-        cosine_N = Encoder.similarity(encoder.encode([text], role="query"), document_ND)[0]
+        cosine_N = encoder.similarity(encoder.encode([text], role="query"), document_ND)[0]
         best = np.argsort(-cosine_N, kind="stable")[:15]
         assert list(results[query].values()) == pytest.approx(cosine_N[best].tolist(), abs=1e-6)
         assert {*results[query]} == {f"doc-{row}" for row in best}

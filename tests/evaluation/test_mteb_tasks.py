@@ -233,6 +233,6 @@ def test_prompts_are_chosen_as_mteb_chooses_them(role):
     for names in sets:
         prompts = {name: f"{name}: " for name in names}
         chosen = get_prompt_name(prompts, Task, None if role is None else PromptType(role))
-        assert task_prompt(prompts, "mine", "STS", role) == prompts.get(chosen, "")
+        assert task_prompt(TextSettings(prompts=prompts), "mine", "STS", role) == prompts.get(chosen, "")
         found.add(chosen)
     assert len(found) == (3 if role is None else 6)

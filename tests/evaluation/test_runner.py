@@ -52,7 +52,7 @@ def test_retrieval_ranks_every_document_by_cosine(encoder, tmp_path):
 def test_similarity_correlates_cosines_with_scores(encoder, tmp_path):
     result = evaluate_folder(encoder, write_similarity(tmp_path))
     folder = read_evaluation_folder(tmp_path)
-    cosine_NN = Encoder.similarity(encoder.encode(folder.first), encoder.encode(folder.second))
+    cosine_NN = encoder.similarity(encoder.encode(folder.first), encoder.encode(folder.second))
     assert result.metrics == {"cosine_spearman": pytest.approx(spearman(cosine_NN.diagonal(), folder.score_N))}
     assert result.counts == {"num_pairs": 4}
 

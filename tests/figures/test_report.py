@@ -196,6 +196,13 @@ def test_the_opening_has_method_and_results(facts_of):
     )
 
 
+def test_a_model_of_another_pooling_is_not_called_nv_embed(facts_of):
+    facts = facts_of()
+    pooling = facts.config["model"]["init_args"]["pooling"]
+    pooling["class_path"] = "embeddings.models.MeanPooling"
+    assert words.method(facts) == "contrastive training with MeanPooling"
+
+
 def test_each_method_has_its_paper():
     trained = [name for name in modules if name.endswith("Module") and name != "ContrastiveModule"]
     assert len(trained) >= 5

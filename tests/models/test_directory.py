@@ -74,7 +74,7 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path):
     embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
     configs = {"config.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"}
     folders = {"1_Pooling", "2_Normalize"}
-    others = {"manifest.json", "model.safetensors", "modules.json", "tokenizer.json"}
+    others = {"manifest.json", "model.safetensors", "modules.json", "tokenizer.json", "README.md"}
     assert {path.name for path in (tmp_path / "model").iterdir()} == configs | folders | others
 
 

@@ -128,7 +128,7 @@ def test_the_card_states_the_training_its_data_and_the_scores(tmp_path):
 def test_the_card_of_an_imported_model_states_its_sources(tmp_path):
     bases = ("org/base", "/secret/place/decoder")
     origin = ImportFacts("org/model", "abc|", bases, "LLM2Vec's adapters", None, 1234, 0)
-    text = card(tmp_path / "model", embedder(), origin, licence="mit", name="mine")
+    text = card(tmp_path / "model", embedder(), origin, licence="mit", location="mine")
     assert front_matter(text)["base_model"] == ["org/model", "org/base"]
     assert front_matter(text)["license"] == "mit"
     assert_has(
@@ -170,13 +170,18 @@ def test_the_usage_examples_run(tmp_path, monkeypatch, remote_code):
             assert "similarity" in names or names["vectors"].shape == (1, 32)
 
 
-def test_a_generated_card_is_deleted_with_its_model_and_a_handwritten_card_is_kept(tmp_path):
+def test_a_generated_card_is_replaced_with_its_model_and_a_handwritten_card_is_kept(tmp_path):
     model = embedder()
     card(tmp_path / "model", model, FACTS)
     assert is_own_card(tmp_path / "model" / "README.md")
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model", card=False)
     assert not (tmp_path / "model" / "README.md").exists()
+    model.save_pretrained(tmp_path / "model")
+    text = (tmp_path / "model" / "README.md").read_text()
+    assert f"SentenceTransformer({str(tmp_path / 'model')!r})" in text
+    assert "## Training" not in text
     (tmp_path / "model" / "README.md").write_text("mine\n")
+    model.save_pretrained(tmp_path / "model")
     assert card(tmp_path / "model", model, FACTS) == "mine\n"
     assert not is_own_card(tmp_path / "model" / "README.md")
     assert keeps_card(tmp_path / "model")
@@ -263,8 +268,13 @@ def written(folder, model=None):
     return folder
 
 
-def content(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def content(folder, repository=None):
+    """The files of a folder; in a repository its card loads the repository."""
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if repository is not None:
+        assert files["README.md"].count(repr(str(folder)).encode()) == 2
+        files["README.md"] = files["README.md"].replace(repr(str(folder)).encode(), repr(repository).encode())
+    return files
 
 
 def committed(hub, name, revision="main"):
@@ -279,7 +289,7 @@ def test_every_file_is_uploaded_unchanged_and_weights_by_the_lfs_protocol(kind, 
     folder = written(tmp_path / "model", models[kind]())
     (folder / "scores.json").write_text(json.dumps(SCORES[:1]))
     assert main(["push", str(folder), f"{OWNER}/model", "--private", "true", "--message", "First words"]) == 0
-    expected = content(folder)
+    expected = content(folder, f"{OWNER}/model")
     assert committed(hub, f"{OWNER}/model") == expected
     card = expected["README.md"].decode()
     assert front_matter(card)["model-index"][0]["results"][0]["metrics"][0] == {"type": "ndcg_at_10", "value": 0.7768}
@@ -299,7 +309,7 @@ def test_every_file_is_uploaded_unchanged_and_weights_by_the_lfs_protocol(kind, 
 
 def test_only_the_models_own_files_are_uploaded(hub, tmp_path, capsys):
     folder = written(tmp_path / "model")
-    expected = content(folder)
+    expected = content(folder, f"{OWNER}/model")
     (folder / "LICENSE").write_text("free")
     for name in (".env", ".git/config", "1_Pooling/.hidden", "notes.txt", "data/train.jsonl", "tool.py"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -339,7 +349,7 @@ def test_an_existing_repository_is_refused_and_an_update_deletes_old_model_files
     assert_refused(capsys, tmp_path, f"{OWNER}/model: exists already; name another, or commit", main, words)
     assert main([*words, "--update", "true", "--message", "Again"]) == 0
     assert committed(hub, f"{OWNER}/model") == {
-        **content(folder),
+        **content(folder, f"{OWNER}/model"),
         "token_counts.csv": b"kept",
         "1_Pooling/notes.txt": b"kept",
     }
@@ -350,7 +360,7 @@ def test_an_existing_repository_is_refused_and_an_update_deletes_old_model_files
 def test_a_missing_branch_is_created(hub, tmp_path):
     folder = written(tmp_path / "model")
     push_to_hub(folder, "model", revision="v2")
-    assert committed(hub, f"{OWNER}/model", "v2") == content(folder)
+    assert committed(hub, f"{OWNER}/model", "v2") == content(folder, f"{OWNER}/model")
     assert committed(hub, f"{OWNER}/model") == {}
     push_to_hub(folder, "model", revision="v2", update=True)
 
@@ -387,11 +397,11 @@ def test_a_failed_upload_is_reported_in_one_line(change, says, hub, tmp_path, mo
 def test_an_encoder_pushes_its_directory_or_its_model_in_memory(hub, tmp_path):
     folder = written(tmp_path / "model")
     Encoder.from_pretrained(str(folder), device="cpu").push_to_hub("of_directory")
-    assert committed(hub, f"{OWNER}/of_directory") == content(folder)
+    assert committed(hub, f"{OWNER}/of_directory") == content(folder, f"{OWNER}/of_directory")
     Encoder(embedder()).push_to_hub("of_memory", private=True)
     files = committed(hub, f"{OWNER}/of_memory")
     assert files.keys() == content(folder).keys()
-    assert "SentenceTransformer('of_memory')" in files["README.md"].decode()
+    assert f"SentenceTransformer('{OWNER}/of_memory')" in files["README.md"].decode()
     assert hub.repositories[f"{OWNER}/of_memory"].private
 
 

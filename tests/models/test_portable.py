@@ -309,3 +309,11 @@ def test_a_backbone_with_code_in_the_directory_needs_trust_remote_code(tmp_path,
         theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path / "model"), device="cpu")
+
+
+@pytest.mark.parametrize("make", [tiny_contextual, lambda: tiny_contextual("modernbert")])
+def test_sentence_transformers_loads_a_directory_without_a_report_of_missing_weights(tmp_path, caplog, make):
+    make().save_pretrained(tmp_path / "model")
+    caplog.clear()
+    SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    assert [line for line in caplog.messages if "MISSING" in line or "LOAD REPORT" in line] == []

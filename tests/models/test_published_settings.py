@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from transformers import (
     RobertaModel,
 )
 
-from embeddings.common import TextSettings
+from embeddings.common import OptionError, TextSettings
+from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.inference import Encoder
 from embeddings.interop.released.importer import import_released
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling
@@ -125,3 +127,52 @@ def test_a_stated_length_beyond_the_positions_truncates_to_the_positions(tmp_pat
         assert difference(theirs(tmp_path / "copy"), found) <= 1e-5
     edit(folder / "sentence_bert_config.json", max_seq_length=32)
     assert difference(theirs(folder), found) <= 1e-5
+
+
+PROMPTS = {"query": "how: ", "classification": "sum of: "}
+
+
+@pytest.mark.usefixtures("remote_code")
+@pytest.mark.parametrize("pooling", [MeanPooling(32), LatentAttentionPooling(32, 4, 2, head_dim=8)])
+def test_the_default_prompt_precedes_texts_that_are_encoded_without_a_role(tmp_path, pooling):
+    folder = published(tmp_path / "model", prompts=PROMPTS, default_prompt_name="classification")
+    plain = ours(folder, prompt="")
+    expected = theirs(folder)
+    assert difference(plain, expected) > 1e-2
+    import_released(str(folder), tmp_path / "copy")
+    loaded = Embedder.from_pretrained(tmp_path / "copy")
+    assert loaded.text.default_prompt_name == "classification"
+    text = replace(loaded.text, pool_prompt=False)
+    Embedder(loaded.backbone, loaded.tokenizer, pooling, text=text).save_pretrained(tmp_path / "own")
+    for name in ("model", "copy", "own"):
+        library = SentenceTransformer(str(tmp_path / name), device="cpu", trust_remote_code=True)
+        encoder = Encoder.from_pretrained(str(tmp_path / name), precision="float32", device="cpu")
+        assert difference(library.encode(TEXTS), encoder.encode(TEXTS)) <= 1e-6
+        assert difference(library.encode_query(TEXTS), encoder.encode_query(TEXTS)) <= 1e-6
+        assert difference(library.encode_document(TEXTS), encoder.encode_document(TEXTS)) <= 1e-6
+        assert name == "own" or difference(library.encode(TEXTS), expected) <= 1e-6
+    assert task_prompt(loaded.text, "mine", "STS", None) == "sum of: "
+    assert task_prompt(loaded.text, "mine", "Retrieval", "document") == ""
+    with pytest.raises(OptionError, match=r"default_prompt_name must name a prompt of the model \(query\), got 'sts'"):
+        TextSettings(prompts={"query": "how: "}, default_prompt_name="sts")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        ({"query": "how: ", "passage": "sum: "}, ["'passage' is used only where it is asked for by name", "document"]),
+        ({"search_query": "how: ", "document": "sum: "}, ["'search_query' is used only", "not named query"]),
+        ({"query": "how: ", "document": "", "corpus": "sum: "}, ["'corpus' is used only"]),
+        ({"query": "how: ", "docstrings": "sum: ", "passage": ""}, []),
+    ],
+)
+def test_a_prompt_with_a_synonym_of_a_role_is_reported(tmp_path, caplog, prompts, named):
+    folder = published(tmp_path / "model", prompts=prompts)
+    with caplog.at_level(logging.WARNING, "embeddings"):
+        encoder = Encoder.from_pretrained(str(folder), precision="float32", device="cpu")
+    lines = [record.getMessage() for record in caplog.records if record.name == "embeddings"]
+    assert len(lines) == bool(named)
+    assert all(words in lines[0] for words in named)
+    library = SentenceTransformer(str(folder), device="cpu")
+    assert difference(library.encode_document(TEXTS), encoder.encode_document(TEXTS)) <= 1e-6
+    assert difference(library.encode_query(TEXTS), encoder.encode_query(TEXTS)) <= 1e-6

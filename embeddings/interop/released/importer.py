@@ -70,13 +70,16 @@ def import_released(
     record |= {"used_as": imported.used_as, "assumed": dict(imported.assumed)}
     # `save_pretrained` is atomic only for the model; this writes model, record and card together.
     with replaced_folder(target) as new:
-        imported.model.save_pretrained(new)
+        if isinstance(imported.model, Embedder):
+            imported.model.save_pretrained(new, card=False)
+        else:
+            imported.model.save_pretrained(new)
         write_json(new / IMPORT_FILE, {**record, "used": imported.report.used, "left": imported.report.left})
         if isinstance(imported.model, Embedder) and not keeps_card(target):
             counts = (len(imported.report.used), len(imported.report.left))
             origin = ImportFacts(source, revision, tuple(base), imported.family, imported.used_as, *counts)
             licence = stated_licence(folder)
-            write_model_card(new, imported.model, origin, licence=licence, name=target.resolve().name)
+            write_model_card(new, imported.model, origin, licence=licence, location=target)
     return imported
 
 
@@ -88,7 +91,8 @@ def _with_usage(imported: Imported, source: str, known_as: str | None) -> Import
     if name is not None:
         usage, parts = USAGES[name], (model.backbone, model.tokenizer, model.pooling)
         norm = nn.LayerNorm(model.hidden_size, elementwise_affine=False) if usage.layer_norm else model.norm
-        used = Embedder(*parts, norm=norm, head=model.head, text=model.text, trained_widths=usage.widths)
+        common: Any = {name: getattr(model, name) for name in ("head", "text", "similarity")}
+        used = Embedder(*parts, norm=norm, trained_widths=usage.widths, **common)
         return imported._replace(model=used, used_as=name)
     is_dense = _model_type(model) == NomicBertConfig.model_type and type(model.pooling) is MeanPooling
     if is_dense and not model.normalize and model.norm is None:
