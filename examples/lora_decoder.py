@@ -53,7 +53,7 @@ def main(
         batch_size=batch_size,
         num_negatives=0,
     )
-    module.embedder.text = data.text
+    module.embedder.text = data.text_for(module.text)
     before = evaluate_folder(emb.Encoder(module.embedder), validation)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=2048), emb.ExportModel(output, replace=True)]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}

@@ -97,7 +97,7 @@ class TextSettings:
     def __post_init__(self) -> None:
         names = [option.name for option in fields(self) if option.init]
         object.__setattr__(self, "given", frozenset(name for name in names if getattr(self, name) is not _UNSET))
-        for name, default in ({"prompts": {}} | _DEFAULTS).items():
+        for name, default in {"prompts": {}, **_DEFAULTS}.items():
             if name not in self.given:
                 object.__setattr__(self, name, default)
         for name in LENGTHS:
