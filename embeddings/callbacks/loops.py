@@ -60,7 +60,7 @@ class FitLoop(_FitLoop):
     @_Loop.restarting.setter  # type: ignore[attr-defined, untyped-decorator]
     def restarting(self, restarting: bool) -> None:
         """Whether the loop resumes within an epoch; Lightning says so at an epoch's end too if `max_steps` is set."""
-        counts = self.epoch_progress.current
+        counts: Any = self.epoch_progress.current
         is_within = not counts.ready == counts.started == counts.processed
         _Loop.restarting.fset(self, restarting and is_within)  # type: ignore[attr-defined]
 
@@ -74,7 +74,8 @@ class FitLoop(_FitLoop):
         return super().skip and not (has_batches and self._loaded_from_state_dict)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        state, batches = super().on_save_checkpoint(), self.epoch_loop.batch_progress.current
+        state = super().on_save_checkpoint()
+        batches: Any = self.epoch_loop.batch_progress.current
         is_after_step = batches.ready == batches.processed == batches.completed + 1
         metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
         return {

@@ -90,7 +90,7 @@ COMMANDS = {
     "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
-RESUMING = ("prepare", "encode", "cluster", "mine", "filter", "synthesize", "compress", "sweep")
+RESUMING = {"prepare", "encode", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",
@@ -118,9 +118,9 @@ def run() -> NoReturn:
 
 def resumes(argv: Sequence[str]) -> bool:
     """Whether a command that was interrupted continues after its finished work when it is run again."""
-    if argv[0] == "evaluate":
+    if argv[:1] == ["evaluate"]:
         return any(word.partition("=")[0] == "--tasks" for word in argv)
-    return argv[0] in RESUMING and list(argv[:2]) != ["prepare", "docstrings"]
+    return bool(RESUMING.intersection(argv[:1])) and list(argv[:2]) != ["prepare", "docstrings"]
 
 
 @restricted_imports()

@@ -204,7 +204,7 @@ def trace_run(module: BaseModule, run: Any, setting: Setting, options: dict[str,
     if not isinstance(module, ContrastiveModule):
         raise OptionError("model", type(module).__name__, "is not planned", "use a contrastive or a language model")
     queries = int(data.batch_size)
-    text = TextSettings(**vars(data.text or Namespace())).following(module.text)
+    text = TextSettings(**vars(data.text) if data.text else {}).following(module.text)
     documents = queries * (1 + int(data.num_negatives))
     query_tokens = options["query_tokens"] or int(text.query_max_length)
     document_tokens = options["document_tokens"] or int(text.document_max_length)

@@ -210,8 +210,9 @@ def as_config(value: Any) -> Any:
         return _component(type(value), _arguments(value, value.given_arguments))
     if is_dataclass(value):
         # A class with `given` has settings that are not set: their values depend on the run.
-        names = [field.name for field in fields(value) if field.init]
-        return {name: as_config(getattr(value, name)) for name in names if name in getattr(value, "given", names)}
+        settings = [field.name for field in fields(value) if field.init]
+        chosen = getattr(value, "given", settings)
+        return {name: as_config(getattr(value, name)) for name in settings if name in chosen}
     if inspect.isroutine(value) or isinstance(value, partial):
         return f"(function {getattr(value, '__qualname__', 'of parts')})"
     if type(value).__module__.startswith(_OPEN):

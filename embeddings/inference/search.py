@@ -69,9 +69,9 @@ def search_top_k(
                 score_QK, column_QK = _sorted_top_k(score_QM.gather(1, column_QM), top_k)
                 best[number] = score_QK, rank_QM.gather(1, column_QK)
             first_row = last_row
-    score_QK = torch.cat([scores for scores, _ in best]).cpu().numpy()
-    rank_QK = torch.cat([ranks for _, ranks in best]).cpu().numpy()
-    return TopK(score_QK, rank_QK if tie_order_N is None else tie_order_N[rank_QK])
+    scores = torch.cat([scores for scores, _ in best]).cpu().numpy()
+    ranks = torch.cat([ranks for _, ranks in best]).cpu().numpy()
+    return TopK(scores, ranks if tie_order_N is None else tie_order_N[ranks])
 
 
 def require_top_k(top_k: int) -> None:

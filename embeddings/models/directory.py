@@ -306,7 +306,7 @@ def read_model_directory(
         rule = f"{WIDTHS_KEY} must list widths from 1 to {width}, got {widths!r}"
         raise InputError(str(config), rule, _EXPORT_AGAIN)
     trained_widths = tuple(sorted(set(widths), reverse=True))
-    similarity = fields.get("similarity_fn_name") or "cosine"
+    similarity: Any = fields.get("similarity_fn_name") or "cosine"
     if similarity not in get_args(Similarity):
         rule = f"has similarity_fn_name {shown(similarity)}, supported are {', '.join(get_args(Similarity))}"
         raise InputError(str(config), rule, "use a model that compares vectors by one of these")

@@ -108,9 +108,7 @@ def test_a_run_that_only_lowered_the_score_ends_with_a_warning(tmp_path, folder,
     monkeypatch.setattr(retrieval_eval, "evaluate_widths", evaluate)
     with caplog.at_level("WARNING", "embeddings"):
         scored_run(tmp_path, folder=folder, every_n_steps=2)
-    line = (
-        f"training lowered nDCG@10 on {folder}: 0.900 before, 0.500 at best (step 4); lower the "
-    )
+    line = f"training lowered nDCG@10 on {folder}: 0.900 before, 0.500 at best (step 4); lower the "
     assert any(message.startswith(f"warning: {line}") for message in caplog.messages)
     (path,) = tmp_path.rglob("run.json")
     end = json.loads(path.read_text())["end"]
