@@ -210,7 +210,7 @@ class TrainerCLI(LightningCLI):
             record.plain_config = {**self.config_dump, "ckpt_path": checkpoint}
 
 
-def made(kind: type, *args: Any, **options: Any) -> Any:
+def made(kind: type, /, *args: Any, **options: Any) -> Any:
     """An object of a class in the config; Lightning's constructors raise various errors about their arguments."""
     try:
         return kind(*args, **options)

@@ -1,5 +1,7 @@
 """Stand-ins for embedding models: vectors depend on a text's first word and slightly on the rest."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ class Teacher:
     def __init__(self, name="teacher", spread=0.6, width=16, mini_batch_tokens=64):
         self.name, self.spread, self.embedding_dim = name, spread, width
         self.dtype, self.mini_batch_tokens = torch.float32, mini_batch_tokens
+        self.origin, self.embedder = name, SimpleNamespace(require_directions=lambda *words: None)
 
     def with_mini_batch_tokens(self, mini_batch_tokens):
         return Teacher(self.name, self.spread, self.embedding_dim, mini_batch_tokens)

@@ -58,8 +58,13 @@ ACCUMULATIONS: dict[str, dict[str, Any]] = {
 }
 # Entries of a checkpoint that depend on the time of the run.
 CLOCK = ("callbacks", "run", "run_config")
-# Counts of validation, because an interrupted validation is not repeated, and the path of the base model.
-NOT_COMPARED = ("/loops/fit_loop/epoch_loop.val_loop", "/frozen_base/name")
+# Counts of validation, because a resumed run counts an interrupted one again; the files of each process; the path of the
+# base model.
+NOT_COMPARED = (
+    "/loops/fit_loop/epoch_loop.val_loop",
+    "/loops/fit_loop/state_dict/written_checkpoints",
+    "/frozen_base/name",
+)
 
 
 class Ledger(Callback):
