@@ -117,10 +117,10 @@ def write_rotary_model(
         OptionError: As `to_rotary`, before any weight is read, or if the output is a file or the source itself.
         InputError: If the model is not available, or has no head to keep.
     """
-    require_replaceable(output)
     folder = resolve_model(source)
     if folder.resolve() == Path(output).expanduser().resolve():
         raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")
+    require_replaceable(output)
     _check_conversion(read_config(folder), num_positions, rope_theta)
     config = BackboneConfig(source, dtype="auto")
     try:

@@ -146,7 +146,7 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
         wrong = PeftModel.from_pretrained(causal, out / "adapter").eval()(**tokens).last_hidden_state
     torch.testing.assert_close(documented, ours, rtol=0, atol=1e-5)
     assert (wrong - ours).abs().max() > 1e-1
-    pooling = re.search(r"Weights of the pooling, .* folders `(\w+)`", card, re.DOTALL)[1]
+    pooling = re.search(r"Weights of the pooling, .*\sfolders `(\w+)`", card, re.DOTALL)[1]
     assert (out / pooling / "model.safetensors").is_file()
     assert (found - untrained).abs().max() > 1e-3
     torch.testing.assert_close(merged, ours, rtol=0, atol=1e-5)

@@ -275,7 +275,7 @@ def test_damaged_vectors_leave_no_output_and_the_same_command_works_once_they_ar
     whole, damaged = path.read_bytes(), np.load(path)
     damaged[1] = np.nan
     np.save(path, damaged)
-    says = "error: vectors/queries/vectors-00000.npy:1: the vector is not finite"
+    says = "error: vectors/queries/vectors-00000.npy: is damaged: its bytes are not those that were written"
     assert_refused(capsys, tmp_path, says, main, line)
     path.write_bytes(whole)
     assert main(line) == 0

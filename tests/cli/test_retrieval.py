@@ -274,7 +274,7 @@ def test_a_contextual_model_without_a_context_gets_a_warning(contextual, model, 
     def lines(*command):
         caplog.clear()
         assert main([*command, "--precision", "float32"]) == 0
-        return [line for line in caplog.messages if "contextual" in line]
+        return [line for line in caplog.messages if line.startswith("the model is contextual")]
 
     says = "the model is contextual; without %s it encodes texts without context"
     for command, option in ((search, "--context"), (evaluate, "--context-size")):

@@ -70,9 +70,9 @@ def test_rows_are_the_same_bytes_with_and_without_scores_whose_damaged_file_is_r
     source = found["with"]
     scores = source.folder / SCORES_FILE
     scores.write_bytes(scores.read_bytes()[:-8])
-    refused(InputError, "the converted data is damaged", CachedSource, source.folder, source.key)
+    refused(InputError, "scores.arrow: is damaged", CachedSource, source.folder, source.key)
     scores.unlink()
-    refused(InputError, "the converted data is damaged", CachedSource, source.folder, source.key)
+    refused(InputError, "scores.arrow: is damaged", CachedSource, source.folder, source.key)
 
 
 @pytest.mark.parametrize("rule", [None, LevelRule(1, cumulative=True), LevelRule(3, cumulative=True), LevelRule(1)])

@@ -83,7 +83,9 @@ def test_retrieval_is_scored_by_inner_products(encoder, tmp_path):
     folder = read_evaluation_folder(tmp_path / "mine")
     found = ranked(encoder.encode(folder.queries, role="query") @ encoder.encode(folder.documents).T)
     each = [by_hand(found[0], {0: 2, 5: 1, 1: 0}, 10), by_hand(found[1], {4: 1}, 10)]
-    assert result.metrics["ndcg_at_10"] == pytest.approx(np.mean([query["ndcg"] for query in each]))
+    # The third query has only a document of grade 0.
+    total = sum(query["ndcg"] for query in each)
+    assert result.metrics["ndcg_at_10"] == pytest.approx(total / len(folder.queries))
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -118,6 +120,7 @@ def test_a_directory_keeps_the_similarity(make, tmp_path):
         assert load_embedder(tmp_path / "copy").similarity == "dot"
         assert "of any length, compared by inner product" in (tmp_path / "copy" / "README.md").read_text()
     path = tmp_path / "model" / "config_sentence_transformers.json"
+    (tmp_path / "model" / "manifest.json").unlink()
     path.write_text(json.dumps({**json.loads(path.read_text()), "similarity_fn_name": "euclidean"}))
     with pytest.raises(InputError, match="has similarity_fn_name 'euclidean', supported are cosine, dot"):
         load_embedder(tmp_path / "model")

@@ -30,6 +30,7 @@ from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, fit, quiet_trainer, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
@@ -233,6 +234,7 @@ def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
     folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
     for path in folder.rglob("vectors-*.npy"):
         np.save(path, np.full_like(np.load(path), 0.5))
+        rewrite_manifest(path.parent / "manifest.json")
     data["num_negatives"] = 0
     source["surrogate_vectors"] = str(folder)
     config["trainer"] |= {"max_steps": 2, "callbacks": [CACHE]}

@@ -77,7 +77,7 @@ CASES = {
     MINED: {
         "a NaN vector for mining": (
             mined("documents", changed(SHARD, with_nan)),
-            f"vectors/documents/{SHARD}:1: the vector is not finite",
+            f"vectors/documents/{SHARD}: is damaged",
         ),
         "vectors of other records for mining": (
             both(mined("documents"), few("one", "two", "three")),

@@ -133,7 +133,14 @@ CASES = {
         "a Latin-1 config": (config(b"# caf\xe9\n"), "--config config.yaml: not a YAML file"),
         "a config with a control character": (config(b"# \x07\n"), "--config config.yaml: not a YAML file"),
         "an instruction in a row as long as the texts": (
-            both(rows("pairs.jsonl", *[GOOD] * 8, {**GOOD, "instruction": "pad sequences " * 20}), run()),
+            both(
+                rows(
+                    "pairs.jsonl",
+                    *({**GOOD, "query": f"pad {number}"} for number in range(8)),
+                    {**GOOD, "instruction": "pad sequences " * 20},
+                ),
+                run(),
+            ),
             "pairs.jsonl:9: the instruction leaves no room for the query in 16 tokens",
         ),
         "texts of three tokens": (at(DATA, text={"query_max_length": 3}), "data.text.query_max_length must be >= 4"),

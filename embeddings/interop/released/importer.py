@@ -54,7 +54,6 @@ def import_released(
         InputError: If the checkpoint is not found, of an unknown family, or incomplete.
         OptionError: If the output is a file or a source folder, or an option is invalid.
     """
-    require_replaceable(output)
     if known_as is not None and known_as not in USAGES:
         raise OptionError("known_as", known_as, f"must be one of {', '.join(USAGES)}", "leave it out for other models")
     folder = resolve_model(source, revision)
@@ -63,6 +62,7 @@ def import_released(
     if target.resolve() in [folder.resolve() for folder in folders]:
         rule = "must not be the source or its base, which it would replace"
         raise OptionError("output", str(output), rule, "name a new folder")
+    require_replaceable(output)
     imported = _with_usage(_load(folder, base, Assumed(assume)), source, known_as)
     revision = origin_of(folder).commit or revision
     bases = [origin_of(base_folder)._asdict() for base_folder in folders[1:]]
