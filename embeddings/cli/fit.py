@@ -190,9 +190,10 @@ class TrainerCLI(LightningCLI):
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "use bf16-mixed")
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.strategy.root_device.type != "cuda":
-            given = str(self.config.trainer.strategy)
-            raise OptionError("trainer.strategy", given, "needs CUDA GPUs", "use ddp, or auto for one device")
+        is_zero = isinstance(trainer.strategy, DeepSpeedStrategy)
+        if is_zero and trainer.strategy.root_device.type != "cuda" and not self.only_checks:
+            name = type(trainer.strategy).__name__
+            raise OptionError("trainer.strategy", name, "needs CUDA GPUs", "use ddp, or auto for one device")
         replace_displays(trainer, callbacks)
         make_checkpoints_durable(trainer)
         resume_exactly(trainer)

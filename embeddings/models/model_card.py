@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from huggingface_hub import (
@@ -42,9 +42,8 @@ from embeddings.models.model_files import (
 )
 from embeddings.models.poolings import pooling_name
 
-if TYPE_CHECKING:
-    from embeddings.models.embedder import Embedder
-
+# An `Embedder`, whose file imports this one.
+Embedder = Any
 _MAX_CHARACTERS = 200
 _MAX_SETTINGS = 20_000
 _TRAINER_KEYS = (
@@ -89,7 +88,7 @@ class ImportFacts:
 
 def write_model_card(
     folder: Path,
-    embedder: "Embedder",
+    embedder: Embedder,
     facts: TrainingFacts | ImportFacts | None = None,
     *,
     scores: Sequence[Mapping[str, Any]] = (),
@@ -485,7 +484,7 @@ def _loading(repository: str, card: str) -> str:
     return re.sub(calls, lambda match: match[1] + repr(repository), card)
 
 
-def push_embedder(embedder: "Embedder", name: str, **options: Any) -> PushedModel:
+def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
     """Upload a model from memory, with a card that describes only its use; `options` as in `push_to_hub`."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, name.rpartition("/")[2])

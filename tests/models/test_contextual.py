@@ -223,7 +223,7 @@ def test_the_directory_contains_both_stages_and_their_code(written):
     code = {"context_layers", "pooling", "poolings", "portable", "portable_contextual"}
     assert carried_code(written) == code
     names = {"config.json", "config_sentence_transformers.json", "manifest.json", "modules.json", "text_settings.json"}
-    names |= {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json"}
+    names |= {"README.md", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json"}
     names |= {f"0_Context/{name}" for name in ("config.json", "context.json", "context.safetensors")}
     names |= {"0_Context/model.safetensors", "2_ResidualHead/config.json", "2_ResidualHead/model.safetensors"}
     found = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}

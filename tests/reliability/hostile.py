@@ -283,5 +283,10 @@ CASES = {
         "vectors of Python objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
         "a deeply nested manifest": (vectors(content("manifest.json", deep())), "manifest.json: is empty or damaged"),
     },
-    EVALUATE: {"a link in place of the scores": (both(copied("eval"), linked("scores.json")), "scores.json: is a symbolic link")},
+    EVALUATE: {
+        "a link in place of the scores": (
+            both(copied("eval"), linked("scores.json")),
+            "scores.json: is a symbolic link",
+        )
+    },
 }

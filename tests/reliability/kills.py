@@ -58,8 +58,8 @@ ACCUMULATIONS: dict[str, dict[str, Any]] = {
 }
 # Entries of a checkpoint that depend on the time of the run.
 CLOCK = ("callbacks", "run", "run_config")
-# Counts of validation, because a resumed run counts an interrupted one again; the files of each process; the path of the
-# base model.
+# Counts of validation, because a resumed run counts an interrupted one again; the files of each process;
+# the base model's path.
 NOT_COMPARED = (
     "/loops/fit_loop/epoch_loop.val_loop",
     "/loops/fit_loop/state_dict/written_checkpoints",
