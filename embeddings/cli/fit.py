@@ -190,8 +190,9 @@ class TrainerCLI(LightningCLI):
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "use bf16-mixed")
-        is_zero = isinstance(trainer.strategy, DeepSpeedStrategy)
-        if is_zero and trainer.strategy.root_device.type != "cuda" and not self.only_checks:
+        # DeepSpeed reads the variable, and would otherwise fail without CUDA after minutes.
+        needs_cuda = isinstance(trainer.strategy, DeepSpeedStrategy) and os.environ.get("DS_ACCELERATOR") != "cpu"
+        if needs_cuda and trainer.strategy.root_device.type != "cuda" and not self.only_checks:
             name = type(trainer.strategy).__name__
             raise OptionError("trainer.strategy", name, "needs CUDA GPUs", "use ddp, or auto for one device")
         replace_displays(trainer, callbacks)
