@@ -202,12 +202,12 @@ def tune_malloc() -> bool:
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN keep 128 compiled kernels, not 1,024, unless the environment sets it; call before the first product.
+    """Let oneDNN keep 64 compiled kernels, not 1,024, unless the environment sets it; call before the first product.
 
     Each shape of a bfloat16 product has its own kernels, and mini-batches have many shapes: 60 shapes of three layers,
     forward and backward, took 473 MiB, with room for 8 kernels 165 MiB.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 def trim_malloc() -> bool:

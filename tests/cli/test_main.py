@@ -184,7 +184,7 @@ def test_a_stop_signal_during_the_exit_changes_nothing():
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "128"), ("7", "7")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "64"), ("7", "7")])
 def test_a_command_limits_the_kernels_that_onednn_keeps(given, expected, monkeypatch):
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     # Set first, so that the variable is restored after the test.
