@@ -15,7 +15,7 @@ from embeddings.cli.mining import decontaminator
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
-from embeddings.common.io import atomic_path, check_manifest, write_text
+from embeddings.common.io import atomic_path, read_json_or_empty, write_text
 from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
 from embeddings.common.text import format_table, one_line
@@ -32,7 +32,6 @@ from embeddings.mining import (
     FilterRules,
     LevelRules,
     NegativeRules,
-    PairVectors,
     Teachers,
     cluster_pairs,
     encode_pairs,
@@ -41,8 +40,6 @@ from embeddings.mining import (
 )
 from embeddings.mining.clusters import VectorFeatures
 from embeddings.mining.faiss_library import load_faiss
-
-_BATCH_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -104,10 +101,10 @@ def prepare(
         raise OptionError("limit", limit, "must be >= 1", "leave it out for all rows")
     table, hub = PublicTable.read(), Hub(mirror)
     stages = table.stages_of(recipe, stage)
-    wanted = {key: config for each in stages for key, config in each.wanted().items()}
-    _check_names(table, recipe, list(wanted), only, from_)
+    wanted = [key for each in stages for key in each.wanted()]
     names = None if only is None else only.split(",")
-    places = {key: table.place_of(key, from_) for key in wanted if names is None or key.partition("/")[2] in names}
+    _check_names(table, recipe, wanted, names, from_)
+    places = {key: table.place_of(key, from_) for key in wanted if names is None or name_of(key) in names}
     if check:
         _check(places, hub)
         return
@@ -119,69 +116,70 @@ def prepare(
     if names is not None and left_out:
         raise OptionError("only", only, f"has sources that cannot be fetched ({_listed(left_out)})", "leave them out")
     if not any(place.decontaminate for place in jobs.values()):
-        refuse_given(
-            {"decontaminate": steps.decontaminate}, "has no effect: the papers of these sources do not ask for it"
-        )
+        rule = "has no effect: the papers of these sources do not ask for it"
+        refuse_given({"decontaminate": steps.decontaminate}, rule)
     judge = decontaminator(steps.decontaminate, steps.bm25_threshold)
     works = [StageWork(each, output, steps, jobs, judge) for each in stages]
     for work in works:
         work.check_options()
-    failures: dict[str, str] = {}
-
-    def attempt(key: str, step: Callable[..., object], *arguments: Any) -> None:
-        """Run a step of a source, unless an earlier step of the source failed; sources are independent."""
+    # All downloads come first, so that the network is not needed while the devices work.
+    actions: list[tuple[str, Callable[[], object]]] = [
+        (key, partial(fetch_source, jobs[key], work.fetched(key), hub, limit)) for work in works for key in work.keys
+    ]
+    if not steps.fetch_only:
+        actions += [(key, partial(work.finish, key)) for work in works for key in work.keys]
+    failures = dict[str, str]()
+    for key, action in actions:
+        # Sources are independent of each other, and the steps of a source are not.
+        if key in failures:
+            continue
         try:
-            if key not in failures:
-                step(*arguments)
+            action()
         except InputError as error:
             failures[key] = str(error)
             logger.warning("%s is left out: %s", key, error)
-
-    # All downloads come first, so that the network is not needed while the devices work.
     for work in works:
-        for key in work.keys:
-            attempt(key, fetch_source, jobs[key], work.fetched(key), hub, limit)
-    for work in works:
-        for key in () if steps.fetch_only else work.keys:
-            attempt(key, work.finish, key)
         print(work.summary(left_out))
     if failures:
         what = f"{len(failures)} of {len(places)} sources could not be made: {_listed(failures)}"
         raise InputError(f"prepare {recipe}", what, "run the same command again for these, or train without them")
 
 
+def name_of(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name_of(key)} ({reason})" for key, reason in reasons.items())
+
+
 def _check_names(
-    table: PublicTable, recipe: str, keys: Sequence[str], only: str | None, collection: str | None
+    table: PublicTable, recipe: str, keys: Sequence[str], names: list[str] | None, collection: str | None
 ) -> None:
-    names = [key.partition("/")[2] for key in keys]
-    unknown = [name for name in (only or "").split(",") if only is not None and name not in names]
-    if unknown:
-        raise OptionError("only", only, f"must name sources of {recipe}", f"they are {one_line(', '.join(names), 400)}")
+    known = list(map(name_of, keys))
+    if names is not None and not set(names) <= set(known):
+        hint = f"they are {one_line(', '.join(known), 400)}"
+        raise OptionError("only", ",".join(names), f"must name sources of {recipe}", hint)
     collections = table.collections(keys)
     if collection is not None and collection not in collections:
-        known = f"must be {' or '.join(collections)}" if collections else f"has no effect on {recipe}"
-        raise OptionError("from", collection, known, "leave it out for each source's own data set")
+        rule = f"must be {' or '.join(collections)}" if collections else f"has no effect on {recipe}"
+        raise OptionError("from", collection, rule, "leave it out for each source's own data set")
 
 
-def _listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{key.partition('/')[2]} ({reason})" for key, reason in reasons.items())
-
-
-def _check(places: dict[str, PublicSource], hub: Hub) -> None:
+def _check(places: Mapping[str, PublicSource], hub: Hub) -> None:
     """Check that each data set is available, and print the answers; missing data sets are an error."""
-    rows, missing, answers = [], {}, dict[str, str]()
+    rows, missing, answers = [["source", "data set", "found"]], {}, dict[str | None, str]()
     for key, place in places.items():
-        if place.kind is None:
-            rows.append([key, place.place, f"cannot be fetched: {place.note}"])
-            continue
         try:
-            answer = answers.get(str(place.repository)) or hub.check(place)
-            answers[str(place.repository)] = answer
-            rows.append([key, place.place, answer if place.confirmed else f"{answer}, not confirmed"])
+            if place.kind is None:
+                found = f"cannot be fetched: {place.note}"
+            else:
+                answers.setdefault(place.repository, answers.get(place.repository) or hub.check(place))
+                found = answers[place.repository] + ("" if place.confirmed else ", not confirmed")
         except InputError as error:
-            missing[key] = str(error)
-            rows.append([key, place.place, "missing"])
-    print(format_table([["source", "data set", "found"], *rows], "<<<"))
+            found, missing[key] = "missing", str(error)
+        rows.append([key, place.place, found])
+    print(format_table(rows, "<<<"))
     if missing:
         what = f"{len(missing)} of {len(places)} data sets are not available: {_listed(missing)}"
         raise InputError("prepare --check", what, "leave them out, or find another copy")
@@ -204,6 +202,10 @@ class StageWork:
     def target(self, key: str) -> Path:
         return self.output / f"{key}.parquet"
 
+    def beside(self, key: str, kind: str) -> Path:
+        """A folder of clusters or vectors beside the target."""
+        return self.target(key).parent / kind / name_of(key)
+
     def filters(self, key: str) -> bool:
         is_judged = self.stage.filter is not None and not self.places[key].filtered
         return is_judged or (self.places[key].decontaminate and self.decontaminator is not None)
@@ -217,15 +219,15 @@ class StageWork:
         target = self.target(key)
         return target.parent / "fetched" / target.name if self.filters(key) or self.mines(key) else target
 
-    def model(self, step: Mapping[str, Any]) -> str:
-        return self.options.teacher or str(step["model"])
+    def encoding(self, prompts: Mapping[str, Any]) -> dict[str, Any]:
+        """The prompts and devices, as arguments of the steps."""
+        texts = {name: prompts[name] for name in ("query_prompt", "document_prompt") if name in prompts}
+        encoding = EncodingOptions(precision=self.options.precision, devices=self.options.devices, **texts)
+        return {**encoding.prompts, "devices": encoding.device_names}
 
     def encoder(self, step: Mapping[str, Any]) -> Encoder:
-        return _load(self.model(step), self.options.precision, next(iter(self.encoding({}).device_names), None))
-
-    def encoding(self, step: Mapping[str, Any]) -> EncodingOptions:
-        prompts = {name: step[name] for name in ("query_prompt", "document_prompt") if name in step}
-        return EncodingOptions(precision=self.options.precision, devices=self.options.devices, **prompts)
+        device = next(iter(self.encoding({})["devices"]), None)
+        return _load(self.options.teacher or step["model"], self.options.precision, device)
 
     def check_options(self) -> None:
         """Import faiss if it is needed, and warn about sources that are not decontaminated."""
@@ -237,35 +239,27 @@ class StageWork:
 
     def finish(self, key: str) -> None:
         """Make the target from the download, and the clusters and vectors for training."""
-        path, source = self.fetched(key), self.places[key]
-        documents = corpus_path(path)
+        path = fetched = self.fetched(key)
         if self.filters(key):
-            path = self._filter(key, path)
+            path = fetched.with_name(f"{fetched.stem}.kept.parquet") if self.mines(key) else self.target(key)
+            self._filter(key, fetched, path)
         if self.mines(key):
-            if "negatives" in source.columns:
+            documents = corpus_path(fetched)
+            if "negatives" in self.places[key].columns:
                 _write_negatives(path, documents)
             self._mine(key, path, documents if documents.exists() else None)
         if self.stage.cluster or self.stage.vectors:
             self._cluster(key)
 
-    def _filter(self, key: str, path: Path) -> Path:
-        """Filter and decontaminate the rows as the recipe says; returns the new file."""
-        source, output = self.places[key], self.target(key)
-        if self.mines(key):
-            output = path.with_name(f"{path.stem}.kept.parquet")
-        step, model_options, top_k = self.stage.filter, dict[str, Any](), None
+    def _filter(self, key: str, path: Path, output: Path) -> None:
+        """Filter and decontaminate the rows as the recipe says."""
+        source, step, config = self.places[key], self.stage.filter, self.wanted[key]
+        rules, encoding = FilterRules(), dict[str, Any]()
         if step is not None and not source.filtered:
-            encoding, top_k = self.encoding(step), step["top_k"]
-            model_options = {"encoder": self.encoder(step), **encoding.prompts, "devices": encoding.device_names}
-        kind: Conversion = "pairs" if self.wanted[key].conversion == "pairs" else "class_by_example"
-        filter_pairs(
-            SourceConfig(self.wanted[key].name, str(path), kind),
-            output,
-            FilterRules(top_k=top_k),
-            decontaminator=self.decontaminator if source.decontaminate else None,
-            **model_options,
-        )
-        return output
+            rules, encoding = FilterRules(top_k=step["top_k"]), {"encoder": self.encoder(step), **self.encoding(step)}
+        kind: Conversion = "pairs" if config.conversion == "pairs" else "class_by_example"
+        judge = self.decontaminator if source.decontaminate else None
+        filter_pairs(SourceConfig(config.name, str(path), kind), output, rules, decontaminator=judge, **encoding)
 
     def _mine(self, key: str, path: Path, documents: Path | None) -> None:
         step, config = self.stage.mine, self.wanted[key]
@@ -276,48 +270,38 @@ class StageWork:
             sides = ("query_prompt", "document_prompt") if config.symmetric else ("query_prompt",)
             prompts = dict.fromkeys(sides, step["query_prompt"].format(instruction=instruction))
         encoding = self.encoding(prompts)
+        devices = encoding.pop("devices")
         mine_negatives(
             SourceConfig(config.name, str(path), "sts" if self.places[key].kind == "scored" else "pairs"),
             self.target(key),
-            Teachers([self.model(step)], lambda _: self.encoder(step), **encoding.prompts),
+            Teachers([self.options.teacher or step["model"]], lambda _: self.encoder(step), **encoding),
             NegativeRules(num_negatives=step["num_negatives"]),
             levels=LevelRules(step["levels"]) if "levels" in step else None,
             corpus=documents,
-            devices=encoding.device_names,
+            devices=devices,
         )
 
     def _cluster(self, key: str) -> None:
         """Write the clusters, and the vectors for filtering false negatives, where the data config expects them."""
-        folder, _, name = key.partition("/")
-        config = SourceConfig(name, str(self.target(key)))
+        config = SourceConfig(name_of(key), str(self.target(key)))
         source = open_cached(config)
-
-        def encode(step: Mapping[str, Any], kind: str, **options: Any) -> PairVectors:
-            encoding, target = self.encoding(step), self.output / folder / kind / name
-            options |= {**encoding.prompts, "devices": encoding.device_names}
-            return encode_pairs(self.encoder(step), source, target, **options)
-
         if (step := self.stage.cluster) is not None:
-            vectors = encode(step, "cluster_vectors")
+            folder = self.beside(key, "cluster_vectors")
+            vectors = encode_pairs(self.encoder(step), source, folder, **self.encoding(step))
             settings = ClusterSettings()
             features = VectorFeatures(vectors, None, settings.seed, partial(record_place, config, source))
-            cluster_pairs(features, source, self.output / folder / "clusters" / name, settings)
+            cluster_pairs(features, source, self.beside(key, "clusters"), settings)
         if (step := self.stage.vectors) is not None:
-            has_negatives = self.stage.data["num_negatives"] > 0
-            encode(step, "vectors", negatives=has_negatives)
+            negatives = self.stage.data["num_negatives"] > 0
+            folder = self.beside(key, "vectors")
+            encode_pairs(self.encoder(step), source, folder, negatives=negatives, **self.encoding(step))
 
     def is_made(self, key: str) -> bool:
         """Whether a source is ready for training: its file, clusters and vectors are complete."""
-        folder, _, name = key.partition("/")
-        beside = [self.output / folder / "clusters" / name] if self.stage.cluster else []
-        beside += [self.output / folder / "vectors" / name / "documents"] if self.stage.vectors else []
-        return (
-            self.target(key).exists()
-            and manifest_path(self.target(key)).exists()
-            and all(
-                (part / "manifest.json").exists() and bool(check_manifest(part, {}).get("complete")) for part in beside
-            )
-        )
+        folders = [self.beside(key, "clusters")] if self.stage.cluster else []
+        folders += [self.beside(key, "vectors") / "documents"] if self.stage.vectors else []
+        has_file = self.target(key).exists() and manifest_path(self.target(key)).exists()
+        return has_file and all(read_json_or_empty(folder / "manifest.json").get("complete") for folder in folders)
 
     def write_config(self) -> Path:
         """Write a data config with the sources that are ready, and their licences; returns its path."""
@@ -363,8 +347,8 @@ def _load(name: str, precision: Precision, device: str | None) -> Encoder:
 
 
 def _write_negatives(path: Path, documents: Path) -> None:
+    """Write the negatives of all rows as a corpus."""
     schema = pa.schema([("text", pa.string())])
     with atomic_path(documents) as temporary, table_writer(temporary, schema) as write, pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, columns=["negatives"]):
-            texts = [text for negatives in batch.column(0).to_pylist() for text in negatives or ()]
-            write(pa.table({"text": texts}, schema))
+        for batch in file.iter_batches(columns=["negatives"]):
+            write(pa.table({"text": batch.column(0).flatten()}, schema))

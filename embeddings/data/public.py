@@ -6,10 +6,11 @@ The job streams one data set into one file of training rows, in parts, so that i
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_sha256, write_file_manifest
+from embeddings.common.io import atomic_path, check_file_manifest, file_sha256, write_file_manifest
 from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import canonical, shorten
@@ -44,20 +45,6 @@ Row = Mapping[str, Any]
 Columns = Mapping[str, str | list[str]]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A layout of rows: its fields, the schema of the output file, and the conversion of rows.
-
-    `check` raises an `InputError` if the reader of the output file would refuse the converted row.
-    """
-
-    fields: tuple[str, ...]
-    schema: pa.Schema
-    convert: Callable[[Row, Columns], dict[str, Any]]
-    check: Callable[[Row, Mapping[str, str], str], object]
-    optional: tuple[str, ...] = ()
-
-
 def texts_of(value: Any) -> Iterator[str]:
     """The non-empty texts of a cell: a text, a list of texts, or passages with `title` and `text`."""
     if isinstance(value, str):
@@ -73,84 +60,60 @@ def texts_of(value: Any) -> Iterator[str]:
             yield from texts_of(item)
 
 
-def cells(row: Row, names: str | list[str]) -> list[Any]:
-    return [row[name] for name in ([names] if isinstance(names, str) else names)]
+def names_of(columns: str | list[str]) -> list[str]:
+    return [columns] if isinstance(columns, str) else columns
 
 
 def one_text(row: Row, names: str | list[str]) -> str:
     """The text of one column, or of several columns joined by spaces."""
-    return " ".join(texts_of(cells(row, names)))
+    return " ".join(texts_of([row.get(name) for name in names_of(names)]))
 
 
-def _pair(row: Row, columns: Columns) -> dict[str, Any]:
-    """`query`, `positive`, and `negatives` if the data set has any."""
-    positive = columns["positive"]
-    is_list = isinstance(positive, str) and isinstance(row[positive], list)
-    positives = list(texts_of(row[positive])) if is_list else [one_text(row, positive)]  # type: ignore[index]
-    negatives = list(texts_of(cells(row, columns["negatives"]))) if "negatives" in columns else []
-    # Some data sets list a positive or the query among the negatives.
-    query = one_text(row, columns["query"])
-    own = {canonical(text) for text in (query, *positives)}
-    negatives = [text for text in negatives if canonical(text) not in own]
-    return {"query": query, "positive": positives, "negatives": negatives or None}
-
-
-def _first_line(row: Row, columns: Columns) -> dict[str, Any]:
-    """The first line of a text as the query, the rest as the positive, for a corpus without a title column."""
-    title, _, body = one_text(row, columns["text"]).partition("\n")
-    return {"query": title.strip(), "positive": [body.strip()]}
-
-
-def _labelled(row: Row, columns: Columns) -> dict[str, Any]:
-    """`text` and `label`; the first of several labels."""
-    (label,) = cells(row, columns["label"])
-    if isinstance(label, list):
-        label = label[0] if label else None
-    return {"text": one_text(row, columns["text"]), "label": label if label is None else str(label)}
-
-
-def _first_word(row: Row, columns: Columns) -> dict[str, Any]:
-    """As `_labelled`, for labels in one text separated by spaces."""
-    labelled = _labelled(row, columns)
-    return {**labelled, "label": next(iter((labelled["label"] or "").split()), None)}
-
-
-def _scored(row: Row, columns: Columns) -> dict[str, Any]:
-    """`sentence1`, `sentence2` and `score`, in the unit of the data set."""
-    (score,) = cells(row, columns["score"])
-    first, second = (one_text(row, columns[name]) for name in ("sentence1", "sentence2"))
-    return {"sentence1": first, "sentence2": second, "score": None if score is None else float(score)}
-
-
-def _document(row: Row, _columns: Columns) -> dict[str, Any]:
-    """A document of a corpus, in the BEIR layout."""
-    return {
-        "_id": str(row["_id"]),
-        "title": one_text(row, "title") if "title" in row else "",
-        "text": one_text(row, "text"),
+def convert(kind: str, row: Row, columns: Columns) -> dict[str, Any]:
+    """The row of the output file."""
+    texts = {
+        name: one_text(row, names) for name, names in columns.items() if name not in ("negatives", "label", "score")
     }
+    if kind == "first_line":
+        title, _, body = texts["text"].partition("\n")
+        return {"query": title.strip(), "positive": [body.strip()]}
+    if kind == "scored":
+        score = row[str(columns["score"])]
+        return {**texts, "score": None if score is None else float(score)}
+    if kind in ("labelled", "first_label"):
+        label = row[str(columns["label"])]
+        if isinstance(label, list):
+            label = label[0] if label else None
+        words = "" if label is None else str(label)
+        return {**texts, "label": next(iter(words.split()), "") if kind == "first_label" else words}
+    query, positive = texts["query"], columns["positive"]
+    is_list = isinstance(positive, str) and isinstance(row[positive], list)
+    positives = list(texts_of(row[str(positive)])) if is_list else [texts["positive"]]
+    negatives = texts_of([row[name] for name in names_of(columns.get("negatives", []))])
+    # Some data sets list a positive or the query among the negatives.
+    own = {canonical(text) for text in (query, *positives)}
+    kept = [text for text in negatives if canonical(text) not in own]
+    return {"query": query, "positive": positives, "negatives": kept or None}
 
 
-def _check_document(row: Row, _columns: Mapping[str, str], where: str) -> None:
-    if not row["title"] and not row["text"]:
-        raise InputError(where, "the document has no text", "leave the row out")
+_PAIRS = record_schema(False), parse_record
+_LABELLED = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS]), parse_labelled_text
+_SCORED = (
+    pa.schema([("sentence1", pa.string()), ("sentence2", pa.string()), ("score", pa.float64())]),
+    parse_scored_pair,
+)
+_CORPUS = pa.schema([(name, pa.string()) for name in ("_id", "title", "text")])
 
-
-_LABELLED = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS])
-_SCORED = pa.schema([("sentence1", pa.string()), ("sentence2", pa.string()), ("score", pa.float64())])
-
-# `beir` has three tables, which `fetch_source` joins into pairs.
+# The schema of the output file of each kind, and the parser of its reader, which refuses some rows.
+# `beir` has three tables, which `_join` makes into pairs.
 KINDS = {
-    "pairs": Kind(
-        ("query", "positive", "negatives"), record_schema(False), _pair, parse_record, optional=("negatives",)
-    ),
-    "first_line": Kind(("text",), record_schema(False), _first_line, parse_record),
-    "labelled": Kind(LABELLED_FIELDS, _LABELLED, _labelled, parse_labelled_text),
-    "first_label": Kind(LABELLED_FIELDS, _LABELLED, _first_word, parse_labelled_text),
-    "scored": Kind(("sentence1", "sentence2", "score"), _SCORED, _scored, parse_scored_pair),
-    "beir": Kind(("query", "positive"), record_schema(False), _pair, parse_record, optional=("query", "positive")),
+    "pairs": _PAIRS,
+    "first_line": _PAIRS,
+    "beir": _PAIRS,
+    "labelled": _LABELLED,
+    "first_label": _LABELLED,
+    "scored": _SCORED,
 }
-CORPUS = Kind((), pa.schema([(name, pa.string()) for name in ("_id", "title", "text")]), _document, _check_document)
 
 
 @dataclass(frozen=True)
@@ -178,15 +141,6 @@ class PublicSource:
     evidence: str | None = None
     note: str | None = None
 
-    def __post_init__(self) -> None:
-        kind = None if self.kind is None else KINDS[self.kind]
-        assert kind is not None or self.note, f"{self.key}: a source that cannot be fetched needs a note"
-        if kind is not None:
-            needed = set(kind.fields) - set(kind.optional)
-            assert needed <= set(self.columns) <= set(kind.fields), f"{self.key}: columns do not fit kind {self.kind}"
-            assert re.fullmatch(r"[\w.-]+/[\w.-]+", self.repository or ""), f"{self.key}: not the name of a data set"
-        assert self.every >= 1, self.key
-
     @property
     def key(self) -> str:
         """FOLDER/NAME, the path of the source's file without its suffix."""
@@ -195,8 +149,7 @@ class PublicSource:
     @property
     def place(self) -> str:
         """The data set with its subset, split or files, for messages."""
-        splits = [self.split] if isinstance(self.split, str) else self.split
-        details = [self.subset, self.data_files, "" if splits == ["train"] else ", ".join(splits)]
+        details = [self.subset, self.data_files, "" if self.split == "train" else ", ".join(names_of(self.split))]
         shown = ", ".join(detail for detail in details if detail)
         return f"{self.repository or 'none found'}{f' [{shown}]' if shown else ''}"
 
@@ -266,18 +219,11 @@ class PublicTable:
     def read(cls, path: Path = CONFIGS / TABLE) -> Self:
         """Read the table from a file."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        field_names = {each.name for each in fields(PublicSource)}
-        sources = []
-        for group in content["groups"]:
-            for entry in group["sources"]:
-                values = {"folder": group["folder"], "collection": group.get("collection")}
-                values |= {**group.get("defaults", {}), **entry}
-                if values["kind"] == "beir":
-                    values.setdefault("columns", {})
-                assert set(values) <= field_names, f"{path.name}: unknown fields {set(values) - field_names}"
-                sources.append(PublicSource(**values))
-        keys = [(source.key, source.collection) for source in sources]
-        assert len(set(keys)) == len(keys), f"{path.name}: a source comes twice"
+        sources = [
+            PublicSource(group["folder"], collection=group.get("collection"), **{**group.get("defaults", {}), **entry})
+            for group in content["groups"]
+            for entry in group["sources"]
+        ]
         return cls([Stage(**stage) for stage in content["stages"]], sources)
 
     def stages_of(self, recipe: str, stage: str | None) -> list[Stage]:
@@ -320,163 +266,50 @@ class Hub:
 
     def check(self, source: PublicSource) -> str:
         """The folder or commit of a data set, without reading rows; raises `InputError` if it cannot be accessed."""
-        name = str(source.repository)
         if self.mirror:
-            return str(self._folder(source))
+            return self._path(source)
         # Slow to import.
         from huggingface_hub import HfApi
 
+        name = str(source.repository)
         try:
             HfApi().auth_check(name, repo_type="dataset")
         except Exception as error:
             raise unreachable(name, error) from error
         return ask_commit(name, source.revision)
 
-    def rows(self, source: PublicSource, subset: str | None, split: str, commit: str | None) -> Any:
-        """One split of a data set as a `datasets.IterableDataset`."""
+    def load(self, source: PublicSource, subset: str | None, split: str, commit: str | None, **options: Any) -> Any:
+        """One split of a data set, by `datasets.load_dataset`."""
         # Slow to import.
         from datasets import load_dataset
 
-        path = str(self._folder(source) if self.mirror else source.repository)
-        files = {} if source.data_files is None else {"data_files": source.data_files}
-        return load_dataset(path, subset, split=split, revision=commit, streaming=True, **files)
+        path = self._path(source)
+        if source.data_files is not None:
+            options["data_files"] = source.data_files
+        try:
+            return load_dataset(path, subset, split=split, revision=commit, **options)
+        # `datasets` raises errors of several libraries, which change between its versions.
+        except Exception as error:
+            raise unreachable(str(source.repository), error) from error
 
-    def _folder(self, source: PublicSource) -> Path:
-        assert self.mirror is not None
+    def stream(self, source: PublicSource, commit: str | None) -> Any:
+        """The rows of a source as a `datasets.IterableDataset`, split after split, without a copy on disk."""
+        # Slow to import.
+        from datasets import concatenate_datasets
+
+        splits = [self.load(source, source.subset, name, commit, streaming=True) for name in names_of(source.split)]
+        try:
+            return splits[0] if len(splits) == 1 else concatenate_datasets(splits)
+        except Exception as error:
+            raise unreachable(str(source.repository), error) from error
+
+    def _path(self, source: PublicSource) -> str:
+        if self.mirror is None:
+            return str(source.repository)
         folder = self.mirror / str(source.repository)
         if not folder.is_dir():
             raise InputError(f"hub:{source.repository}", f"is not in {self.mirror}", "download it to that folder")
-        return folder
-
-
-class RowStream:
-    """The rows of one table of a data set, split after split, resumed from `state`; rows must have all `columns`."""
-
-    def __init__(
-        self,
-        hub: Hub,
-        source: PublicSource,
-        commit: str | None,
-        subset: str | None,
-        splits: list[str],
-        columns: Iterable[str],
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.hub, self.source, self.commit, self.subset = hub, source, commit, subset
-        self.splits, self.columns = splits, set(columns)
-        self._split: int = state["split"] if state else 0
-        self._resumed: dict[str, Any] | None = state["rows"] if state else None
-        self._rows: Any = None
-
-    def state(self) -> dict[str, Any]:
-        return {"split": self._split, "rows": None if self._rows is None else self._rows.state_dict()}
-
-    def __iter__(self) -> Iterator[Row]:
-        name = str(self.source.repository)
-        try:
-            for number in range(self._split, len(self.splits)):
-                self._split, self._rows = number, None
-                rows = self.hub.rows(self.source, self.subset, self.splits[number], self.commit)
-                if self._resumed is not None:
-                    rows.load_state_dict(self._resumed)
-                    self._resumed = None
-                self._rows = rows
-                for row in rows:
-                    if self.columns:
-                        self._check(row)
-                    yield row
-        except InputError:
-            raise
-        # `datasets` raises errors of several libraries, which change between its versions.
-        except Exception as error:
-            raise unreachable(name, error) from error
-
-    def _check(self, row: Row) -> None:
-        """Check the columns of the first row; all rows of a table have the same columns."""
-        missing = sorted(self.columns - set(row))
-        if missing:
-            what = f"has no column {missing[0]!r} among {shorten(', '.join(map(str, row)), 80)}"
-            raise InputError(f"hub:{self.source.repository}", what, "the data set has changed; leave the source out")
-        self.columns = set()
-
-
-class Parts:
-    """The parts of one output file; each part stores converted rows and the position in the source."""
-
-    def __init__(self, folder: Path, stem: str, kind: Kind) -> None:
-        self.folder, self.stem, self.kind = folder, stem, kind
-
-    @property
-    def paths(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{self.stem}-*.parquet"))
-
-    @property
-    def note(self) -> dict[str, Any]:
-        """Progress up to the last part: rows written, read, left out (with the first reason), and the source state."""
-        note = {"rows": 0, "read": 0, "left_out": 0, "left_out_first": None, "state": None, "last": False}
-        if paths := self.paths:
-            try:
-                note = json.loads(pq.read_schema(paths[-1]).metadata[b"note"])
-            except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
-                raise InputError(str(paths[-1]), "is damaged", "delete it, and run again") from None
-        return note
-
-    def write(
-        self,
-        rows: Iterable[Row],
-        state: Callable[[], dict[str, Any] | None],
-        source: PublicSource,
-        limit: int | None,
-        keep: Callable[[Row], bool] | None = None,
-    ) -> dict[str, Any]:
-        """Write the missing parts; returns the number of rows written, read and left out, and the first reason.
-
-        `rows` are the rows after the last part; `state` returns the current position in them.
-        """
-        note, remaining = self.note, iter(rows)
-        total = source.rows and -(-source.rows // source.every)
-        title = f"{source.key} {self.stem}"
-        with progress_bar(limit if total is None else min(limit or total, total), title, "row") as bar:
-            bar.update(note["rows"])
-            while not note["last"]:
-                converted: list[dict[str, Any]] = []
-                while len(converted) < PART_ROWS and not note["last"]:
-                    is_full = limit is not None and note["rows"] + len(converted) >= limit
-                    row = None if is_full else next(remaining, None)
-                    note["last"] = row is None
-                    if row is None:
-                        break
-                    note["read"] += 1
-                    if (note["read"] - 1) % source.every:
-                        continue
-                    try:
-                        record = self.kind.convert(row, source.columns)
-                        self.kind.check(record, {}, f"row {note['read']}")
-                    # Python errors come from cells of an unexpected type, such as a score that is not a number.
-                    except (InputError, TypeError, ValueError) as fault:
-                        note |= {
-                            "left_out": note["left_out"] + 1,
-                            "left_out_first": note["left_out_first"] or str(fault),
-                        }
-                        continue
-                    if keep is None or keep(record):
-                        converted.append(record)
-                        bar.update()
-                note |= {"rows": note["rows"] + len(converted), "state": state()}
-                schema = self.kind.schema.with_metadata({"note": json.dumps(note)})
-                with atomic_path(self.folder / f"{self.stem}-{len(self.paths):05d}.parquet") as temporary:
-                    pq.write_table(pa.Table.from_pylist(converted, schema), temporary, compression="zstd")
-        return {name: note[name] for name in ("rows", "read", "left_out", "left_out_first")}
-
-    def merge(self, output: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the parts as one file with a manifest; the file comes last, so it never exists without a manifest."""
-        with atomic_path(output) as temporary:
-            with table_writer(temporary, self.kind.schema) as write:
-                for part in self.paths:
-                    write(pq.read_table(part).replace_schema_metadata(None))
-            manifest = {**fields, "output_sha256": file_sha256(temporary)}
-            write_file_manifest(manifest_path(output), manifest)
-        return manifest
+        return str(folder)
 
 
 def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None = None) -> dict[str, Any]:
@@ -490,40 +323,95 @@ def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None
         source: Location of the rows and their conversion.
         output: The file to write, `NAME.parquet`; a complete file of the same source and limit is reused.
         hub: Reader of data sets.
-        limit: Write only the first `limit` rows; None for every `every`-th row.
+        limit: Use only the first `limit` rows; None for every `every`-th row.
 
     Raises:
         InputError: If the data set is missing, gated or changed, has no usable row, or `output` is another file.
     """
-    assert source.kind is not None
-    kind = KINDS[source.kind]
     source = source if limit is None else replace(source, every=1)
     fields = {"kind": "public data", "source": source.recipe, "limit": limit}
     if (found := finished_manifest(output, fields)) is not None:
         return found
+    schema, _ = KINDS[str(source.kind)]
     work = output.with_name(f"{output.name}.work")
     with discard_on_user_error(work, unless=lambda: any(work.glob("*.parquet"))):
-        is_resumed = (work / "manifest.json").exists()
-        commit = check_manifest(work, {})["commit"] if is_resumed else hub.commit(source)
-        JobFolder(work, fields, {"commit": commit})
-        parts = Parts(work, "rows", kind)
+        job = JobFolder(work, fields, {"commit": hub.commit(source)})
+        commit = job.fields["commit"]
         if source.kind == "beir":
-            facts = _join(source, output, parts, hub, commit, limit)
+            stream = _join(source, output, hub, commit, limit)
+            pairs = replace(source, every=1, rows=None, columns={name: name for name in ("query", "positive")})
+            facts = _write_parts(work, stream, pairs, None)
         else:
-            names = chain.from_iterable([name] if isinstance(name, str) else name for name in source.columns.values())
-            splits = [source.split] if isinstance(source.split, str) else source.split
-            stream = RowStream(hub, source, commit, source.subset, splits, names, parts.note["state"])
-            facts = parts.write(stream, stream.state, source, limit)
+            facts = _write_parts(work, hub.stream(source, commit), source, limit)
         if not facts["rows"]:
             reason = f" ({facts['left_out_first']})" if facts["left_out"] else ""
             shutil.rmtree(work)
             raise InputError(f"hub:{source.repository}", f"has no usable row{reason}", "leave the source out")
-        facts |= {"commit": commit, "licence": source.licence}
-        manifest = parts.merge(output, {**fields, **facts})
+        with _output(output, schema, {**fields, **facts, "commit": commit, "licence": source.licence}) as write:
+            for part in sorted(work.glob("*.parquet")):
+                write(pq.read_table(part).replace_schema_metadata(None))
     shutil.rmtree(work)
     if facts["left_out"]:
         logger.warning("%s: %d rows left out (%s)", source.key, facts["left_out"], facts["left_out_first"])
-    return manifest
+    return check_file_manifest(manifest_path(output), fields)
+
+
+def _write_parts(work: Path, stream: Any, source: PublicSource, limit: int | None) -> dict[str, Any]:
+    """Write the missing parts; returns the number of rows written, read and left out, and the first reason."""
+    kind, columns = str(source.kind), {name for names in source.columns.values() for name in names_of(names)}
+    schema, parse = KINDS[kind]
+    parts = sorted(work.glob("*.parquet"))
+    facts: dict[str, Any] = {"rows": 0, "read": 0, "left_out": 0, "left_out_first": None}
+    if parts:
+        try:
+            note = json.loads(pq.read_schema(parts[-1]).metadata[b"note"])
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+            raise InputError(str(parts[-1]), "is damaged", "delete it, and run again") from None
+        facts = note["facts"]
+        stream.load_state_dict(note["state"])
+    rows = islice(_rows(stream, source), None if limit is None else limit - facts["read"])
+    total = limit or (source.rows and -(-source.rows // source.every))
+    with progress_bar(total, source.key, "row", initial=facts["rows"]) as bar:
+        # Stops after PART_ROWS * every rows, so that the next part starts at a multiple of `every`.
+        while group := list(islice(rows, 0, PART_ROWS * source.every, source.every)):
+            if missing := sorted(columns - set(group[0])):
+                what = f"has no column {missing[0]!r} among {shorten(', '.join(map(str, group[0])), 80)}"
+                raise InputError(f"hub:{source.repository}", what, "the data set has changed; leave the source out")
+            records = []
+            for number, row in enumerate(group, facts["read"] + 1):
+                try:
+                    record = convert(kind, row, source.columns)
+                    parse(record, {}, f"row {number}")
+                    records.append(record)
+                # Python errors come from cells of an unexpected type, such as a score that is not a number.
+                except (InputError, KeyError, TypeError, ValueError) as fault:
+                    facts["left_out"] += 1
+                    facts["left_out_first"] = facts["left_out_first"] or str(fault)
+            facts["read"] += len(group)
+            facts["rows"] += len(records)
+            note = {"facts": facts, "state": stream.state_dict()}
+            table = pa.Table.from_pylist(records, schema.with_metadata({"note": json.dumps(note)}))
+            parts.append(work / f"rows-{len(parts):05d}.parquet")
+            with atomic_path(parts[-1]) as temporary:
+                pq.write_table(table, temporary, compression="zstd")
+            bar.update(len(records))
+    return facts
+
+
+def _rows(stream: Any, source: PublicSource) -> Iterator[Row]:
+    try:
+        yield from stream
+    except Exception as error:
+        raise unreachable(str(source.repository), error) from error
+
+
+@contextmanager
+def _output(output: Path, schema: pa.Schema, fields: Mapping[str, Any]) -> Iterator[Callable[[pa.Table], None]]:
+    """Write a file with a manifest; the file comes last, so it never exists without a manifest."""
+    with atomic_path(output) as temporary:
+        with table_writer(temporary, schema) as write:
+            yield write
+        write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(temporary)})
 
 
 def corpus_path(output: Path) -> Path:
@@ -531,44 +419,39 @@ def corpus_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.corpus.parquet")
 
 
-def _join(
-    source: PublicSource, output: Path, parts: Parts, hub: Hub, commit: str | None, limit: int | None
-) -> dict[str, Any]:
-    """Write a pair for each qrel above 0, in the order of the qrels, and the file of documents.
+def _join(source: PublicSource, output: Path, hub: Hub, commit: str | None, limit: int | None) -> Any:
+    """The pair of each qrel above 0, in the order of the qrels, as an `IterableDataset`; writes the documents' file.
 
-    With a limit, only the documents of the pairs are written.
+    With a limit, only the documents of the pairs are written. The tables are cached as Arrow files in the folder of the
+    job. A qrel with a missing text becomes a row without a text, which is left out later.
     """
-    split = source.split if isinstance(source.split, str) else source.split[0]
-    stream = partial(RowStream, hub, source, commit)
-    qrels = (
-        (str(row["query-id"]), str(row["corpus-id"]))
-        for row in stream("default", [split], ("query-id", "corpus-id", "score"))
-        if float(row["score"]) > 0
+    # Slow to import.
+    from datasets import Dataset
+
+    cache = str(output.with_name(f"{output.name}.work") / "cache")
+    qrels, queries, corpus = (
+        hub.load(source, subset, split, commit, cache_dir=cache)
+        for subset, split in (("default", str(source.split)), ("queries", "queries"), ("corpus", "corpus"))
     )
-    pairs = list(islice(qrels, 0, limit, source.every))
-    queries, wanted = {}, {query for query, _ in pairs}
-    for row in stream("queries", ["queries"], ("_id", "text")):
-        if str(row["_id"]) in wanted:
-            queries[str(row["_id"])] = one_text(row, "text")
-            if len(queries) == len(wanted):
-                break
-    wanted = {document for _, document in pairs}
-    corpus = Parts(parts.folder, "documents", CORPUS)
-    documents = stream("corpus", ["corpus"], ("_id", "text"), corpus.note["state"])
-    all_rows = replace(source, every=1, rows=None)
-    if limit is None:
-        facts = corpus.write(documents, documents.state, all_rows, None)
-    else:
-        facts = corpus.write(documents, documents.state, all_rows, len(wanted), lambda row: row["_id"] in wanted)
-    corpus.merge(corpus_path(output), {"kind": "public corpus", "source": source.recipe, **facts, "commit": commit})
+    judged = ((str(row["query-id"]), str(row["corpus-id"])) for row in qrels if float(row["score"]) > 0)
+    pairs = list(islice(judged, 0, limit, source.every))
+    asked, relevant = {query for query, _ in pairs}, {document for _, document in pairs}
+    query_texts = {str(row["_id"]): one_text(row, "text") for row in queries if str(row["_id"]) in asked}
+    document_texts = {}
+    fields = {"kind": "public corpus", "source": source.recipe, "commit": commit, "licence": source.licence}
+    with _output(corpus_path(output), _CORPUS, fields) as write:
+        for batch in corpus.iter(PART_ROWS):
+            documents = []
+            for number, name in enumerate(map(str, batch["_id"])):
+                row = {field: batch[field][number] for field in ("title", "text") if field in batch}
+                if text := one_text(row, ["title", "text"]):
+                    if name in relevant:
+                        document_texts[name] = text
+                    if limit is None or name in relevant:
+                        documents.append({"_id": name, **{field: one_text(row, field) for field in ("title", "text")}})
+            write(pa.Table.from_pylist(documents, _CORPUS))
     texts = {
-        row["_id"]: one_text(row, ["title", "text"])
-        for path in corpus.paths
-        for row in pq.read_table(path).to_pylist()
-        if row["_id"] in wanted
+        "query": [query_texts.get(query, "") for query, _ in pairs],
+        "positive": [document_texts.get(name, "") for _, name in pairs],
     }
-    # A qrel with a missing text becomes a row without a text, which `write` leaves out.
-    joined = ({"query": queries.get(query, ""), "positive": texts.get(name, "")} for query, name in pairs)
-    remaining = islice(joined, parts.note["read"], None)
-    pair_source = replace(all_rows, columns={"query": "query", "positive": "positive"})
-    return parts.write(remaining, lambda: None, pair_source, limit)
+    return Dataset.from_dict(texts).to_iterable_dataset()

@@ -75,16 +75,12 @@ def _previous_part(run: Path) -> Path | None:
 
 
 def _wrote(part: Path, checkpoint: Path) -> bool:
-    """Whether a process may have written a checkpoint: to its folder, a folder of its config, or where it resumed."""
+    """Whether a process may have written a checkpoint: to its folder, or to a folder of its config."""
     if (part.parent.name, part.name) in zip(checkpoint.parts, checkpoint.parts[1:], strict=False):
         return True
     callbacks = (read_run_config(part).get("trainer") or {}).get("callbacks") or []
     arguments = [callback.get("init_args") or {} for callback in callbacks if isinstance(callback, dict)]
-    folders = [Path(str(argument["dirpath"])) for argument in arguments if argument.get("dirpath")]
-    earlier = _checkpoint(part)
-    if earlier is not None and not any(part.rglob("*.ckpt")):
-        folders.append(earlier.parent)
-    return checkpoint.parent in folders
+    return checkpoint.parent in [Path(str(argument["dirpath"])) for argument in arguments if argument.get("dirpath")]
 
 
 def _checkpoint(run: Path) -> Path | None:

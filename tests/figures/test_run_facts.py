@@ -129,21 +129,19 @@ def test_a_run_is_followed_from_part_to_part(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "has_own", "expected"),
+    ("place", "expected"),
     [
-        # `--ckpt_path auto` has each process write beside the checkpoint that it resumed from.
-        ("runs/name/version_0/checkpoints", False, ["version_0", "version_1", "version_2"]),
         # A branch with separate checkpoints is not a part.
-        ("runs/name/version_0/checkpoints", True, ["version_0", "version_2"]),
+        ("runs/name/version_0/checkpoints", ["version_0", "version_2"]),
         # The runs of a sweep write beside their folders.
-        ("runs/name/checkpoints", False, ["version_0", "version_1", "version_2"]),
+        ("runs/name/checkpoints", ["version_0", "version_1", "version_2"]),
     ],
 )
-def test_parts_are_identified_by_where_they_wrote(place, has_own, expected, tmp_path):
+def test_parts_are_identified_by_where_they_wrote(place, expected, tmp_path):
     runs, dirpath = tmp_path / "runs" / "name", None if "version" in place else place
     write_part(runs / "version_0", dirpath=dirpath, checkpoint=None if dirpath else "last.ckpt")
     checkpoint = f"{place}/last.ckpt"
-    write_part(runs / "version_1", None, checkpoint, dirpath, checkpoint="last.ckpt" if has_own else None)
+    write_part(runs / "version_1", None, checkpoint, dirpath)
     assert names(run_parts(write_part(runs / "version_2", None, checkpoint, dirpath))) == expected
 
 

@@ -66,6 +66,26 @@ def test_columns_and_rows_are_those_of_the_cards():
     assert {key: TABLE.place_of(key, None).rows for key in ROWS} == ROWS
 
 
+def test_the_columns_fit_the_kind():
+    needed = {
+        "pairs": {"query", "positive"},
+        "first_line": {"text"},
+        "labelled": {"text", "label"},
+        "first_label": {"text", "label"},
+        "scored": {"sentence1", "sentence2", "score"},
+        "beir": set(),
+    }
+    for source in TABLE.sources:
+        if source.kind is None:
+            assert source.note, source.key
+            continue
+        extra = {"negatives"} if source.kind == "pairs" else set()
+        assert needed[source.kind] <= set(source.columns) <= needed[source.kind] | extra, source.key
+        assert isinstance(source.columns.get("label", ""), str), source.key
+    keys = [(source.key, source.collection) for source in TABLE.sources]
+    assert len(set(keys)) == len(keys)
+
+
 def test_a_kind_writes_what_the_data_config_reads():
     """A file of labelled texts for a conversion by class, records or scored pairs for the others."""
     read_as = {"pairs": {"pairs", "beir", "first_line", "scored"}}
