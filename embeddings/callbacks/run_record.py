@@ -96,6 +96,7 @@ class RunRecord(SaveConfigCallback):
         self._record = {
             "id": previous.get("id") or uuid.uuid4().hex,
             "resumed_from": self.plain_config.get("ckpt_path"),
+            "method": getattr(pl_module, "title", "") or type(pl_module).__name__,
             "command": shlex.join(self.command),
             "commit": git_commit(),
             "world_size": trainer.world_size,

@@ -15,13 +15,6 @@ from embeddings.figures.curves import ENTROPY, IDLE, WINDOW, draw_curves, draw_r
 from embeddings.figures.drawing import run_names, write_page
 from embeddings.figures.run_facts import LOSS, SCORE, THROUGHPUT, Part, RunFacts, Summary, when
 
-METHODS = {
-    "NVEmbedModule": "NV-Embed (Lee et al. 2024, arXiv:2405.17428)",
-    "MGHCurriculumModule": "multi-granularity hard negatives with a curriculum (MGH, Negative Matters)",
-    "MoEEmbedModule": "a sparse mixture of experts (Nomic Embed v2, Nussbaum and Duderstadt 2025, arXiv:2502.07972)",
-    "CDEModule": "contextual document embeddings (CDE, Morris and Rush 2024, arXiv:2410.02525)",
-    "MaskedLMModule": "masked language modelling, to adapt a backbone",
-}
 _SPEEDS = {
     "pairs_per_second": ("pairs per second, all processes", "{:,.1f}"),
     "tokens_per_second": ("tokens per second, all processes", "{:,.0f}"),
@@ -196,19 +189,8 @@ def _size_on_disk(path: Path) -> str:
     return f"{num_bytes:.1f} GB"
 
 
-def short_class(path: Any) -> str:
-    return str(path).rpartition(".")[2]
-
-
 def method(facts: RunFacts) -> str:
-    """The method, or the class name of a module outside this library."""
-    path = facts.setting("model.class_path")
-    name = short_class(path)
-    pooling = short_class(facts.setting("model.init_args.pooling.class_path"))
-    if name == "NVEmbedModule" and pooling not in ("", "None", "LatentAttentionPooling"):
-        # The module trains any pooling; the paper's model pools by latent attention.
-        return f"contrastive training with {pooling}"
-    return "an unknown method" if path is None else METHODS.get(name, name)
+    return str(facts.record.get("method") or facts.setting("model.class_path") or "an unknown method")
 
 
 def value_text(value: Any) -> str:
@@ -217,7 +199,7 @@ def value_text(value: Any) -> str:
         return ""
     if isinstance(value, Mapping) and "class_path" in value:
         inner = value_text(value.get("init_args") or {})
-        return short_class(value["class_path"]) + (f" ({inner})" if inner else "")
+        return str(value["class_path"]).rpartition(".")[2] + (f" ({inner})" if inner else "")
     if isinstance(value, Mapping):
         texts = ((name, value_text(item)) for name, item in value.items())
         return _shortened(", ".join(f"{name} {text}" for name, text in texts if text))

@@ -74,6 +74,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
     makes the same choices as an uninterrupted one.
     """
 
+    # The method and its paper, for the report of a run.
+    title = ""
+
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
         super().__init__()
         # A method's default is not in its signature: the parser would merge its arguments into a user's optimiser.

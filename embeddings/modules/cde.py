@@ -155,6 +155,7 @@ class CDEModule(ContrastiveModule):
         batch uses all of its documents, with null vectors for the rest.
     """
 
+    title = "contextual document embeddings (CDE, Morris and Rush 2024, arXiv:2410.02525)"
     made_for = ("ClusteredBatchSampler", "batches and contexts mix topics; run `cluster` and set the sampler")
     embedder: ContextualEmbedder
     read_batch: ContrastiveBatch

@@ -169,6 +169,8 @@ class MaskedLMModule(BaseModule):
         the head and discards it, while here LoRA freezes it unless `head` sets otherwise.
     """
 
+    title = "masked language modelling, to adapt a backbone"
+
     def __init__(
         self,
         objective: Objective,

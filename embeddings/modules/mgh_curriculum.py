@@ -39,6 +39,7 @@ class MGHCurriculumModule(ContrastiveModule):
     Related: `NVEmbedModule`, the same loss with latent-attention pooling.
     """
 
+    title = "multi-granularity hard negatives with a curriculum (MGH, Negative Matters)"
     made_for = ("CurriculumBatchSampler", "there is no curriculum; use negatives of {text, level} and set the sampler")
 
     def __init__(

@@ -67,6 +67,8 @@ class MoEEmbedModule(ContrastiveModule):
     Related: `NVEmbedModule`, the same loss on a dense decoder.
     """
 
+    title = "a sparse mixture of experts (Nomic Embed v2, Nussbaum and Duderstadt 2025, arXiv:2502.07972)"
+
     def __init__(
         self,
         backbone: BackboneConfig,

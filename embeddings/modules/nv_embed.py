@@ -54,6 +54,8 @@ class NVEmbedModule(ContrastiveModule):
         continues stage 1's LoRA matrices; here they are merged and new ones are trained.
     """
 
+    title = "NV-Embed (Lee et al. 2024, arXiv:2405.17428)"
+
     def __init__(
         self,
         backbone: BackboneConfig,
@@ -74,6 +76,8 @@ class NVEmbedModule(ContrastiveModule):
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-5, weight_decay=0.03)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
+        if not isinstance(embedder.pooling, LatentAttentionPooling):
+            self.title = f"contrastive training with {type(embedder.pooling).__name__}"
         self.distillation = distillation
         self.teacher: LayerTeacher | None = None
         self.width_maps: WidthMaps | None = None

@@ -43,6 +43,7 @@ def test_a_record_contains_command_versions_hardware_sizes_and_the_end_of_the_ru
     total = sum(weight.numel() for weight in cli.model.parameters())
     assert record["parameters"] == {"total": total, "active": total, "trained": total}
     assert record["source_rows"] == {"pairs": 64}
+    assert record["method"].startswith("NV-Embed (Lee")
     assert record["hardware"] == cpu_name()
     assert {name: record["end"][name] for name in ("step", "how", "why")} == {"step": 2, "how": "finished", "why": ""}
     assert datetime.fromisoformat(record["started"]) <= datetime.fromisoformat(record["end"]["time"])

@@ -40,6 +40,7 @@ CONFIG: dict[str, Any] = {
     },
 }
 RECORD: dict[str, Any] = {
+    "method": "NV-Embed (Lee et al. 2024, arXiv:2405.17428)",
     "command": "python main.py fit --config a.yaml",
     "commit": "0123456789abcdef+",
     "world_size": 2,

@@ -9,7 +9,6 @@ from embeddings.figures import report as words
 from embeddings.figures.drawing import pyplot
 from embeddings.figures.report import write_report
 from embeddings.figures.run_facts import RunFacts
-from embeddings.modules import __all__ as modules
 from tests.figures.run_folders import METRICS, RECORD, write_run
 
 pytest.importorskip("matplotlib")
@@ -196,19 +195,6 @@ def test_the_opening_has_method_and_results(facts_of):
     )
 
 
-def test_a_model_of_another_pooling_is_not_called_nv_embed(facts_of):
-    facts = facts_of()
-    pooling = facts.config["model"]["init_args"]["pooling"]
-    pooling["class_path"] = "embeddings.models.MeanPooling"
-    assert words.method(facts) == "contrastive training with MeanPooling"
-
-
-def test_each_method_has_its_paper():
-    trained = [name for name in modules if name.endswith("Module") and name != "ContrastiveModule"]
-    assert len(trained) >= 5
-    assert set(words.METHODS) == set(trained)
-
-
 @pytest.mark.parametrize(
     ("end", "says"),
     [
@@ -261,7 +247,7 @@ def test_size_batch_length_and_hardware_have_a_sentence(facts_of):
 
 
 def test_missing_records_are_reported(facts_of):
-    nothing = dict.fromkeys(("parameters", "world_size", "hardware", "source_rows", "started"))
+    nothing = dict.fromkeys(("parameters", "world_size", "hardware", "source_rows", "started", "method"))
     facts = facts_of(config={"model": None, "data": None, "trainer": None}, record=nothing)
     assert words.size(facts) == words.batch(facts) == words.moment(facts.record["started"]) == "not recorded"
     assert words.length(facts) == "unlimited"
