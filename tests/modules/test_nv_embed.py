@@ -24,6 +24,8 @@ def test_a_later_token_changes_the_first_state_once_the_mask_is_off(mistral, lor
     assert difference.abs().max() > 1e-4
     causal = NVEmbedModule(BackboneConfig(mistral), MeanPooling, lora=lora)
     assert torch.equal(states(causal, [5, 6, 7])[0, 0], states(causal, [5, 6, 99])[0, 0])
+    # The paper's model pools by latent attention.
+    assert causal.title == "contrastive training with MeanPooling"
 
 
 def test_lora_freezes_the_backbone_and_trains_the_whole_pooling(mistral):
