@@ -42,13 +42,9 @@ class EndpointError(UserError):
 
 
 class Request(NamedTuple):
-    """One prompt, sent as one user message.
+    """One prompt, sent as one user message; `key` is its name in the journal.
 
-    Attributes:
-        key: Name of the request in the journal.
-        prompt: Text of the message.
-        seed: Random seed that is sent to the endpoint.
-        wants_object: Whether the answer should be a JSON object.
+    `wants_object` says whether the answer should be a JSON object.
     """
 
     key: str
@@ -98,7 +94,6 @@ class Sampling:
         return {**values, "extra_body": dict(self.extra_body or {})}
 
     def body(self, request: Request) -> dict[str, Any]:
-        """The fields of a request."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": request.prompt}],
@@ -189,10 +184,6 @@ class ChatClient:
     Attributes:
         retries: Number of retries.
         stopped: Whether failed requests are no longer retried.
-
-    Raises:
-        OptionError: If the endpoint is not an HTTP URL.
-        MissingExtraError: If OpenAI's client is not installed.
     """
 
     def __init__(self, endpoint: str, sampling: Sampling, limits: Limits | None = None) -> None:
@@ -213,7 +204,9 @@ class ChatClient:
             api_key=os.environ.get(API_KEY_VARIABLE) or "none",
             timeout=self.limits.timeout_seconds,
             max_retries=self.limits.max_retries,
-            http_client=self._openai.DefaultAsyncHttpxClient(event_hooks={"request": [self._before_request]}),
+            http_client=self._openai.DefaultAsyncHttpxClient(
+                event_hooks={"request": [self._before_request], "response": [_check_response]}
+            ),
         ) as self._client:
             yield
 
@@ -232,18 +225,13 @@ class ChatClient:
             await asyncio.sleep(start - now)
 
     async def ask(self, request: Request) -> Answer:
-        """The answer to a request; a refusal of the prompt, or a response of another form, is an answer too.
+        """The answer to a request; a refusal of the prompt is an answer too.
 
-        Raises:
-            EndpointError: If the last retry failed.
-            InputError: If the URL, the key or the model is wrong.
+        An `EndpointError` says that the last retry failed, an `InputError` that the URL, the key or the model is wrong.
         """
+        body, extra = self.sampling.body(request), dict(self.sampling.extra_body or {})
         try:
-            return _read_answer(
-                await self._client.chat.completions.create(
-                    **self.sampling.body(request), extra_body=dict(self.sampling.extra_body or {})
-                )
-            )
+            return _read_answer(await self._client.chat.completions.create(**body, extra_body=extra))
         except self._openai.APITimeoutError:
             raise EndpointError(self.endpoint, f"no answer in {self.limits.timeout_seconds:g} s") from None
         except self._openai.APIStatusError as error:
@@ -251,8 +239,6 @@ class ChatClient:
         except self._openai.OpenAIError as error:
             reason = one_line(str(error.__cause__ or error), _MAX_SHOWN_CHARACTERS)
             raise EndpointError(self.endpoint, f"no connection ({reason})") from None
-        except (ValueError, RecursionError):
-            return _NOT_A_COMPLETION
 
     def _refusal(self, error: Any) -> Answer:
         """The refusal that an HTTP error status means; other statuses raise one of the errors of `ask`."""
@@ -267,7 +253,15 @@ class ChatClient:
         raise InputError(self.endpoint, f"answers with status {status} ({message})", fix)
 
 
-_NOT_A_COMPLETION = Answer(None, refused="the response is not a chat completion")
+async def _check_response(response: Any) -> None:
+    """Turn a response without `choices`, such as a proxy's page, into a server error, which is retried."""
+    if response.status_code == 200:
+        try:
+            is_completion = "choices" in json.loads(await response.aread())
+        except (ValueError, TypeError, RecursionError):
+            is_completion = False
+        if not is_completion:
+            response.status_code = 502
 
 
 def _read_answer(completion: Any) -> Answer:
@@ -283,7 +277,7 @@ def _read_answer(completion: Any) -> Answer:
             usage.completion_tokens if usage else None,
         )
     except (AttributeError, LookupError, TypeError):
-        return _NOT_A_COMPLETION
+        return Answer(None, refused="the response is not a chat completion")
 
 
 def _is_http_url(endpoint: str) -> bool:
@@ -298,7 +292,7 @@ class Journal:
     """A file of answers by the key of their request, one JSON line each, on disk before `append` returns.
 
     An incomplete last line, from a killed process, is removed when the file is opened again. Any earlier line that is
-    not an answer is an `InputError`. Only keys and file offsets are in memory.
+    not an answer is an `InputError`.
 
     Attributes:
         prompt_tokens: Tokens of all prompts so far, as reported by the endpoint.
@@ -306,42 +300,39 @@ class Journal:
         num_answers: Answers so far without refusals.
     """
 
-    def __init__(self, path: Path, file: io.FileIO, reader: io.BufferedReader) -> None:
-        self._file, self._reader = file, reader
+    def __init__(self, path: Path, file: io.FileIO) -> None:
+        self._file = file
         self.prompt_tokens = self.completion_tokens = self.num_answers = 0
-        self._offsets: dict[str, int] = {}
-        offset = 0
-        for number, line in enumerate(reader, start=1):
+        self._answers: dict[str, Answer] = {}
+        lines, size = path.read_bytes().splitlines(keepends=True), 0
+        for number, line in enumerate(lines, start=1):
             try:
-                key, answer = _saved_answer(line)
+                if not line.endswith(b"\n"):
+                    raise ValueError
+                fields = json.loads(line)
+                key, answer = fields["key"], Answer(**{name: fields[name] for name in Answer._fields})
             except (ValueError, KeyError, TypeError):
-                if reader.read(1):
+                if number < len(lines):
                     hint = "remove the line, or use another folder"
                     raise InputError(f"{path}:{number}", "is not a saved answer", hint) from None
                 break
-            self._register(key, offset, answer)
-            offset += len(line)
-        file.truncate(offset)
+            self._register(key, answer)
+            size += len(line)
+        file.truncate(size)
 
     def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._offsets
+        return len(self._answers)
 
     def get(self, key: str) -> Answer | None:
         """The answer to a request, or None if there is none yet."""
-        if key not in self._offsets:
-            return None
-        self._reader.seek(self._offsets[key])
-        return _saved_answer(self._reader.readline())[1]
+        return self._answers.get(key)
 
     def append(self, key: str, answer: Answer) -> None:
-        """Save the first and only answer to a request; it is on disk when this returns."""
-        assert key not in self._offsets
+        """Save the first and only answer to a request."""
+        assert key not in self._answers
         # ASCII escapes, since an answer may contain unpaired surrogates.
         line = json.dumps({"key": key, **answer._asdict()}).encode("ascii") + b"\n"
-        offset = self._file.seek(0, os.SEEK_END)
+        size = self._file.seek(0, os.SEEK_END)
         try:
             view = memoryview(line)
             while view:
@@ -350,23 +341,15 @@ class Journal:
         except OSError:
             # After a full disk, the next line must not follow an incomplete one.
             with suppress(OSError):
-                self._file.truncate(offset)
+                self._file.truncate(size)
             raise
-        self._register(key, offset, answer)
+        self._register(key, answer)
 
-    def _register(self, key: str, offset: int, answer: Answer) -> None:
-        self._offsets[key] = offset
+    def _register(self, key: str, answer: Answer) -> None:
+        self._answers[key] = answer
         self.prompt_tokens += answer.prompt_tokens or 0
         self.completion_tokens += answer.completion_tokens or 0
         self.num_answers += answer.refused is None
-
-
-def _saved_answer(line: bytes) -> tuple[str, Answer]:
-    """The key and the answer in a line; raises `ValueError`, `KeyError` or `TypeError` for any other line."""
-    if not line.endswith(b"\n"):
-        raise ValueError
-    fields = json.loads(line)
-    return fields["key"], Answer(**{name: fields[name] for name in Answer._fields})
 
 
 @contextmanager
@@ -377,9 +360,9 @@ def open_journal(path: Path) -> Iterator[Journal]:
         if not is_locked:
             raise InputError(str(path), "is in use by another process", "wait for it, or use another folder")
         try:
-            with open(path, "ab", buffering=0) as file, open(path, "rb") as reader:
+            with open(path, "ab", buffering=0) as file:
                 fsync_path(path.parent)
-                yield Journal(path, file, reader)
+                yield Journal(path, file)
         finally:
             lock.unlink(missing_ok=True)
 
@@ -388,10 +371,8 @@ class RequestRunner:
     """Sends requests to an endpoint and saves the answers in a journal; an answered request is never sent again.
 
     If the job must stop, answers to requests in flight are still awaited and saved. With a token budget, no request is
-    sent that could exceed it, if the endpoint's tokenizer makes at most one token per byte.
-
-    Attributes:
-        exhausted: Whether a request was not sent because of the budget.
+    sent that could exceed it, if the endpoint's tokenizer makes at most one token per byte; `exhausted` says whether a
+    request was not sent for this reason.
     """
 
     def __init__(self, client: ChatClient, journal: Journal, budget: Budget) -> None:
@@ -410,12 +391,7 @@ class RequestRunner:
         self._loop.close()
 
     def run(self, requests: Iterable[Request], total: int, title: str) -> None:
-        """Send the requests that have no answer yet, iterating lazily; a progress bar shows `title` and `total`.
-
-        Raises:
-            InputError: If the URL, the key or the model is wrong, or the endpoint refuses the first request.
-            EndpointError: If the last retry of a request failed.
-        """
+        """Send the requests that have no answer yet, iterating lazily; the errors are those of `ChatClient.ask`."""
         with progress_bar(total, title, "answer") as bar:
             self._loop.run(self._run(requests, bar))
         if self._failure is not None:
@@ -425,7 +401,7 @@ class RequestRunner:
         # The maximum tokens of each request in flight.
         running: dict[asyncio.Task[None], int] = {}
         for request in requests:
-            if request.key in self.journal:
+            if self.journal.get(request.key) is not None:
                 # Not counted in the bar's rate.
                 bar.initial += 1
                 bar.update()

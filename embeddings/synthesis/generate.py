@@ -47,14 +47,9 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One record to generate.
+    """One record to generate; `read` converts an answer's JSON to the record, or raises `RejectedAnswer`.
 
-    Attributes:
-        id: Name of the record, unique in the job.
-        file: Name of the record's file.
-        prompt: The prompt.
-        read: Converts an answer's JSON to the record; raises `RejectedAnswer`.
-        is_unique: Whether its query must differ from those of earlier records of the same file.
+    `is_unique` says whether its query must differ from those of earlier records of the same file.
     """
 
     id: str
@@ -76,13 +71,9 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The results of the items.
+    """The results of the items: `records` are the file and fields of each accepted record, by the item's index.
 
-    Attributes:
-        records: The file and fields of each accepted record, by the item's index.
-        rejections: The rejected answers.
-        repairs: Number of accepted answers that were repaired, by repair.
-        num_unasked: Number of items without an answer because the budget was used up.
+    `num_unasked` items have no answer because the budget was used up.
     """
 
     records: dict[int, tuple[str, Fields]] = field(default_factory=dict)
@@ -96,7 +87,7 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
 
     `items` must return the same items in every call. Each round's answers are checked when all have arrived, in the
     order of the items. So the accepted records depend on the answers only, not on their order of arrival or on
-    interruptions, even where queries repeat. Records and rejections are in memory.
+    interruptions, even where queries repeat.
     """
     if runner.exhausted:
         return Outcome(num_unasked=total)
@@ -172,10 +163,7 @@ class Job:
     def run(
         self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
     ) -> SynthesisReport:
-        """Request the items (see `run_rounds`), then write each file atomically from the journal, and the manifest.
-
-        `extra_files` maps names of additional files to their lines.
-        """
+        """Request the items, then write each file, the lines of `extra_files`, and the manifest."""
         outcome = run_rounds(items, total, self.runner, seed)
         records: dict[str, list[str]] = {}
         for _, (name, fields) in sorted(outcome.records.items()):
@@ -230,8 +218,7 @@ def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
 def open_job(folder: Path, identity: Fields, size: Fields, client: ChatClient, budget: Budget | None) -> Iterator[Job]:
     """The job of a folder, which is created if needed and locked by this process during the context.
 
-    A new folder is removed again after a user error, unless the journal has answers. `identity` determines prompts and
-    records, so an earlier run must have the same; `size` may change between runs. Both consist of JSON types.
+    `identity` determines prompts and records, so an earlier run must have the same; `size` may change between runs.
     """
     journal_path = folder / "journal.jsonl"
     with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
@@ -309,7 +296,6 @@ class Plan:
 
     @property
     def categories(self) -> list[Category]:
-        """The categories with a share above 0."""
         return [self.recipe.category(name) for name in self.weights]
 
     @cached_property
@@ -349,12 +335,9 @@ def synthesize(
     again. Every written record is valid training data.
 
     The folder contains `CATEGORY.jsonl`, `tasks.jsonl`, `rejected.jsonl` (items, attempts and reasons), `journal.jsonl`
-    (all answers) and `manifest.json` (the options that determine the records, and the report).
-
-    Determinism: all files except the journal depend only on plan, templates, sampling and the answers, not on their
-    order, concurrency or interruptions, unless the token budget ends the job.
-    Guarantees: an answered request is never sent again, in this run or a later one; a request in flight when the
-        process is killed is sent again.
+    (all answers) and `manifest.json` (the options that determine the records, and the report). All of them except the
+    journal depend only on plan, templates, sampling and the answers, unless the token budget ends the job. An answered
+    request is never sent again; a request in flight when the process is killed is.
 
     Args:
         output: A folder that is new, empty, or from an earlier run of the same job, which is resumed. A resumed job may
@@ -409,10 +392,7 @@ def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[st
 
 
 def dry_run(plan: Plan, templates: Templates) -> str:
-    """The first prompts of both stages for each category, with the minimum number of requests, as text.
-
-    Without a task file, the example prompt uses a reference task.
-    """
+    """The first prompts of both stages for each category, with the minimum number of requests, as text."""
     tasks = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     counts, parts = Counter(category.name for category, _ in plan.order()), []
     for category in plan.categories:
@@ -505,8 +485,7 @@ def regenerate_negatives(
     All other fields are unchanged. The prompt shows the query and the first positive. A record of which all answers are
     rejected is omitted, and `rejected.jsonl` contains its row and the reasons: `row-0` is the source's first record.
 
-    The records are written to `records.jsonl`; for other files, arguments, errors, determinism and guarantees see
-    `synthesize`. The templates are MGH's.
+    The records are written to `records.jsonl`; for all else see `synthesize`. The templates are MGH's.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
     """

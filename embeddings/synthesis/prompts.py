@@ -134,9 +134,6 @@ class PromptOptions:
         seeds: The folder of an earlier job by a stronger model. All example prompts of a category begin with the same
             records of that job, so that an endpoint can cache them (MGH, §3.1).
         num_seeds: Number of these records, spread evenly over the earlier job's.
-
-    Raises:
-        OptionError: If `templates` is not a folder, no language is named, or `num_seeds` is not positive.
     """
 
     templates: Path | None = None
@@ -167,12 +164,9 @@ class Templates:
         options: Options of the prompts; None for the package's templates in English. Categories without records in the
             folder of seeds have no seeds.
 
-    Determinism: a prompt is a pure function of its arguments and the templates.
-
     Raises:
         OptionError: If languages are set for a method without them.
-        InputError: If a template is not UTF-8 or has an unknown or missing placeholder, or the folder of seeds contains
-            no records, or too few of a category.
+        InputError: If a template or the folder of seeds cannot be used.
     """
 
     def __init__(self, method: Method, options: PromptOptions | None = None) -> None:

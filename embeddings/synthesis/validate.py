@@ -45,10 +45,7 @@ class RejectedAnswer(Exception):
 class Answer(NamedTuple):
     """One answer of an endpoint, as saved in the journal; token counts are None if the endpoint does not report them.
 
-    Attributes:
-        content: The model's text, or None.
-        finish_reason: The endpoint's reason for the end of the text: `stop`, `length`, `content_filter`, …
-        refused: Why the model or the endpoint refused this prompt, or None.
+    `finish_reason` is `stop`, `length`, `content_filter`, …; `refused` says why the model or the endpoint refused.
     """
 
     content: str | None
@@ -66,12 +63,7 @@ class Parsed(NamedTuple):
 
 
 def parse_answer(answer: Answer) -> Parsed:
-    """The JSON value of an answer.
-
-    Repaired if needed, in this order: a reasoning block before the answer, a code fence, text around the outermost
-    brackets, raw line breaks inside strings, trailing commas, and Python literals. A truncated answer is never
-    completed.
-    """
+    """The JSON value of an answer, repaired if needed (see `_REPAIRS`); a truncated answer is never completed."""
     if answer.refused is not None or answer.finish_reason == "content_filter":
         raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
     if answer.finish_reason == "length":
@@ -156,11 +148,7 @@ class Draft(NamedTuple):
 
 
 def read_tasks(parsed: Parsed) -> list[str]:
-    """The tasks of a brainstorming answer: a list of texts, or an object that contains exactly one list.
-
-    Skips entries that are not text, empty, longer than `MAX_TASK_CHARACTERS`, duplicates, or contain unprintable
-    characters. Normalises white space and removes numbering.
-    """
+    """The different usable tasks of a brainstorming answer: a list of texts, or an object with exactly one list."""
     value = parsed.value
     if isinstance(value, dict):
         lists = [item for item in value.values() if isinstance(item, list)]
@@ -305,13 +293,9 @@ _FIELDS = ("query", "positive", "negatives")
 
 
 class LevelCheck(NamedTuple):
-    """Similarity to the query, over records with one negative of each level.
+    """Mean cosines with the query, of the positive and of the negative of each level, 1 (hardest) to 4.
 
-    Attributes:
-        num_records: Number of records.
-        positive: Mean cosine of query and positive.
-        levels: Mean cosine of query and negative, from level 1 (hardest) to 4.
-        falling_fraction: Fraction of records in which similarity never increases from one level to the next.
+    In `falling_fraction` of the records the similarity never increases from one level to the next.
     """
 
     num_records: int
