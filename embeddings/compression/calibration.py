@@ -52,17 +52,12 @@ class CalibrationOptions:
 
 
 class CalibrationText(NamedTuple):
-    """A text, and the role in which the model reads it."""
-
     role: TextRole
     text: str
 
 
 def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
-    """The drawn texts, in file order; they depend only on the options and the content of the files.
-
-    A missing option is an `OptionError`; a file that cannot be read, or files without a text, are an `InputError`.
-    """
+    """The drawn texts, in file order; they depend only on the options and the content of the files."""
     if not options.calibration:
         rule = "must name texts for the calibration"
         raise OptionError("calibration", options.calibration, rule, "give a corpus, records, or a .txt of lines")
@@ -95,7 +90,6 @@ class _Pool(NamedTuple):
 
 
 def _pool_of_file(path: Path) -> _Pool:
-    """The rows of a text file, a corpus or a file of records."""
     if path.suffix == _TEXT_SUFFIX:
         check_regular(path)
         try:

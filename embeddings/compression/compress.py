@@ -150,7 +150,6 @@ class QuantizationOptions:
         return asdict(self)
 
     def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The codes and their scales (see `Treatment`); scales have the dtype of the weight, float32 for float16."""
         assert self.quantize is not None
         assert statistic is not None
         # The scales of E5M2 are too small for float16.
@@ -161,7 +160,6 @@ class QuantizationOptions:
 
 
 def check_solver(damping: float, block_size: int) -> None:
-    """Raise an `OptionError` if an option of the solver is invalid."""
     if not damping > 0:
         raise OptionError("damping", damping, "must be > 0", "the papers use 0.01")
     if block_size < 1:
@@ -187,12 +185,7 @@ class Compression:
     """The compression of one model directory in phases: remove layers, prune, retrain, quantise.
 
     The work folder is `OUTPUT.work` beside the output. One layer at a time is on `device`; None for a GPU if there is
-    one.
-
-    Raises:
-        OptionError: If no phase is requested, an option has no effect, a pattern or group does not divide a matrix, or
-            the output exists.
-        InputError: If the model or a text file is invalid.
+    one. An `OptionError` names an option that is missing, has no effect, or does not divide a matrix.
     """
 
     def __init__(
@@ -254,8 +247,7 @@ class Compression:
         """Run the phases that are not finished; returns the directory of the compressed model in the work folder.
 
         `retrain` trains a pruned model under its mask, between pruning and quantisation. It returns a new directory in
-        the work folder, or the one that it wrote there earlier. The option `layers` with a contextual model, or with
-        one whose layers are not found, is an `OptionError`.
+        the work folder, or the one that it wrote there earlier.
         """
         model = self.source
         # A later user error must not delete layers that are written already.
@@ -273,7 +265,7 @@ class Compression:
         return model
 
     def _phase(self, name: str, source: Path, treatment: Treatment, config: dict[str, Any] | None = None) -> Path:
-        """Apply a treatment to every matrix of a model directory; `config` is the quantisation entry of config.json."""
+        """Apply a treatment to every matrix of a model directory."""
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         calibration = None if treatment.needs == "none" else self.calibration
@@ -392,10 +384,7 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
 
 
 def compressed_card(source: Path, name: str, rows: Mapping[str, str]) -> str:
-    """The card of a compressed model: the card of its source with a section on the compression.
-
-    In a card written by this library, the new name replaces the old one.
-    """
+    """The card of the source with a section on the compression, and in our own card with the new name."""
     section = f"## Compression\n\n{table(('', ''), [(plain(key), plain(value)) for key, value in rows.items()])}\n"
     path = source / CARD_FILE
     text = ""

@@ -1,7 +1,4 @@
-"""Processes a model one layer at a time: reads weights, collects inputs, writes new weights, computes the next inputs.
-
-Memory: the embeddings, one layer, and the states of the calibration texts at its input.
-"""
+"""A model processed layer by layer: weights are read, inputs collected, new weights written, next inputs computed."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +57,6 @@ class Treatment(Protocol):
 
         `statistic` is the one that `needs` names, (I, I) or (I) float32; `dtype` is that of the weight in its file.
         """
-        ...
 
 
 class _ReachedError(Exception):
@@ -74,8 +70,7 @@ class LayerwiseModel:
     """The backbone of a model directory; one layer at a time has weights, and the others are on the meta device.
 
     The forward pass of the model computes masks, positions and all other inputs of a layer, so each layer runs as in
-    the complete model: earlier layers return their inputs, and the pass ends at the layer. A damaged directory, and a
-    model that is quantised, contextual, sparse, or uses a layer twice, are an `InputError`.
+    the complete model: earlier layers return their inputs, and the pass ends at the layer.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -135,9 +130,9 @@ class LayerwiseModel:
         return keys_by_layer
 
     def read(self, index: int | None, file: Path | None = None) -> dict[str, Tensor]:
-        """Read the tensors of a layer (None: those outside the layers), by their names in the model.
+        """The tensors of a layer (None: those outside), by their names in the model, dequantised.
 
-        They are read from the files of the model directory, or from a `file` that `write` wrote, dequantised.
+        They are read from the model directory, or from a `file` that `write` wrote.
         """
         files = self._keys.get(index, {}) if file is None else {file: None}
         stored: dict[str, Tensor] = {}
@@ -162,11 +157,9 @@ class LayerwiseModel:
         return tensors
 
     def write(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Write tensors with names of the model to a safetensors file, under the names that are used in files.
-
-        Quantised weights keep the model's names: transformers does not split a quantised matrix that it has merged.
-        """
+        """Write tensors to a safetensors file, under the names that are used in files."""
         stored = dict(tensors)
+        # Transformers does not split a quantised matrix that it has merged.
         if not any(name.endswith(f".weight{SCALE}") for name in tensors):
             stored = revert_weight_conversion(self.model, stored)
         save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path, metadata={"format": "pt"})
@@ -245,10 +238,7 @@ class LayerwiseModel:
         return states
 
     def run(self, index: int, tokens: PaddedTokens, state_NLH: Tensor) -> Tensor:
-        """The output states of a loaded layer, given its input states, (n, L, H) float32.
-
-        Layers that return more than their states are an `InputError`.
-        """
+        """The output states of a loaded layer, given its input states, (n, L, H) float32."""
         forward = self.layers[index][1].forward
 
         def forward_states(*args: Any, **kwargs: Any) -> Any:
@@ -301,10 +291,8 @@ def inputs_added(
 class LayerwiseJob:
     """A resumable job over the layers of a model, which writes each layer to a separate file.
 
-    After a kill, the same call resumes at the first missing layer and writes the same bytes; it runs the texts through
-    the written layers again. `tokens` are the calibration texts, None for a treatment without statistics.
-
-    Memory: embeddings, one layer and its sums, and the states of all texts at one layer.
+    After a kill it runs the texts through the written layers again, and writes the same bytes. In memory are the
+    embeddings, one layer and its sums, and the states of all texts at one layer.
     """
 
     def __init__(

@@ -39,10 +39,7 @@ class Sparsity:
 
     @classmethod
     def parse(cls, pattern: str, fraction: float | None = None) -> Self:
-        """The sparsity of a pattern: `N:M` keeps N of M neighbouring inputs; `unstructured` has a default of 0.5.
-
-        An unknown pattern, and a fraction that is invalid or has no effect, are an `OptionError`.
-        """
+        """The sparsity of a pattern: `N:M` keeps N of M neighbouring inputs; `unstructured` has a default of 0.5."""
         if pattern == UNSTRUCTURED:
             fraction = 0.5 if fraction is None else fraction
             if not 0 < fraction < 1:
@@ -149,8 +146,7 @@ def prune_by_sparsegpt(
 def inverse_factor(gram_II: Tensor, damping: float) -> Tensor:
     """U, upper triangular, with UᵀU = (H / h + damping · I)⁻¹, where h is the mean of the Gram matrix's diagonal.
 
-    The scale h cancels in costs and updates. If H is singular in its precision, the damping is raised tenfold, with a
-    warning; if that does not help, H is not finite, which is a `NumericError`.
+    The scale h cancels in costs and updates. If H is singular in its precision, the damping is raised tenfold.
     """
     mean = gram_II.diagonal().mean()
     # If all inputs are zero, H is λI.

@@ -36,7 +36,7 @@ _MAX_LENGTH = 4098
 class Comparison(NamedTuple):
     """The largest difference of a graph's and torch's states, and the longest compared text, in tokens.
 
-    `beyond` are lengths, too long to be compared, above which the model's computation changes.
+    Above the lengths in `beyond`, too long to be compared, the model's computation changes.
     """
 
     difference: float
@@ -68,8 +68,7 @@ def check_onnx(embedder: Embedder) -> None:
 def write_onnx(folder: Path) -> Comparison:
     """Write the graph of a model directory's backbone as `onnx/model.onnx`, for batches of any size and length.
 
-    Checks that its states differ from torch's by at most 1e-5: on short texts, and just above each length up to 4,096
-    tokens at which the model's computation changes (its attention window, or a change of rotary angles).
+    Its states may differ from torch's by at most 1e-5: on short texts, and just above each length of `_length_limits`.
     """
     model = load_model(folder, torch.float32)
     (folder / GRAPH_FILE).parent.mkdir(exist_ok=True)
@@ -171,11 +170,10 @@ INT8_GRAPH_FILE = GRAPH_FILE.with_name("model_qint8_avx512_vnni.onnx")
 
 
 def write_int8_onnx(folder: Path) -> float:
-    """Write an int8 version of a model directory's graph, with dynamically quantised activations.
+    """Write an int8 version of a model directory's graph; returns the minimum cosine of a text's mean states in both.
 
-    Each weight row has one scale. Each layer's input has one scale too, which onnxruntime computes in every call, so a
-    text's vector depends slightly on the other texts of its batch. Returns the minimum cosine between a text's mean
-    states in both graphs, over texts of random tokens.
+    Each layer's input has one scale, which onnxruntime computes in every call, so a text's vector depends slightly on
+    the other texts of its batch.
     """
     quantization = require("onnxruntime.quantization", "onnx")
     with atomic_path(folder / INT8_GRAPH_FILE) as temporary:

@@ -39,8 +39,7 @@ class DocumentedFunction(NamedTuple):
 def documented_functions(source: bytes, package: str, module: str) -> Iterator[DocumentedFunction]:
     """The functions and methods of a module whose docstring starts with a usable sentence, in source order.
 
-    Nested functions, overloads and functions that do nothing are left out. A file that Python cannot parse yields
-    nothing. `source` is in the encoding that its first lines declare.
+    Nested functions, overloads and functions that do nothing are left out, and a file that Python cannot parse.
     """
     text = decoded(source)
     try:
@@ -82,10 +81,8 @@ def _record(
     function: _Function, scope: tuple[str, ...], lines: list[bytes], package: str, module: str
 ) -> DocumentedFunction | None:
     docstring = ast.get_docstring(function, clean=False)
-    if docstring is None or not _does_something(function.body[1:]) or _is_overload(function):
-        return None
-    query = first_sentence(docstring)
-    if query is None:
+    query = None if docstring is None else first_sentence(docstring)
+    if query is None or not _does_something(function.body[1:]) or _is_overload(function):
         return None
     name = ".".join((module, *scope, function.name))
     document = f"{name}\n{_code(function, lines)}"
@@ -184,7 +181,7 @@ def _roots(package: str) -> list[Path]:
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):
-        return []
+        spec = None
     if spec is None:
         return []
     if spec.submodule_search_locations is not None:

@@ -45,8 +45,8 @@ _IGNORED_WORDS = frozenset({"a", "an", "the", "this", "that", "of", "given", "sp
 def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], dict[str, int]]:
     """Remove functions with the same name, first sentence or nearly the same code as an earlier one.
 
-    If more than `BOILERPLATE_FUNCTIONS` functions share a first sentence, all of them are removed. Returns the retained
-    functions and the number removed by each rule.
+    A first sentence of more than `BOILERPLATE_FUNCTIONS` functions removes all of them. Also returns the number removed
+    by each rule.
     """
     all_functions = list(functions)
     by_name: dict[str, DocumentedFunction] = {}
@@ -147,7 +147,6 @@ def split_functions(
 ) -> DocstringSplit:
     """Split deduplicated functions into a training set and three evaluation sets; their order has no effect.
 
-    Functions of `held_out_packages` are never trained on; if there are fewer than the requested size, all are used.
     `sizes` are the `num_*` arguments of `prepare_docstrings`, without that prefix.
     """
     ordered = sorted(functions)
@@ -221,9 +220,7 @@ def prepare_docstrings(
     The document is the qualified name, the signature and the body without the docstring. `train.jsonl.gz` contains
     training records. `eval/validation` and `eval/in_domain` search functions of the training packages that are not
     in the training records; `eval/held_out` searches other packages. No two functions are near-copies or have the same
-    first sentence.
-
-    Determinism: the same package files, arguments and seed produce the same bytes. No package is imported.
+    first sentence. The same package files, arguments and seed produce the same bytes. No package is imported.
 
     Args:
         output: Folder to write: new, empty, or an earlier docstring corpus.
@@ -353,10 +350,7 @@ def check_output(output: Path) -> None:
 
 
 def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
-    """Write a corpus; the files of an earlier one are replaced after all files are written, other files are kept.
-
-    `seed` selects the hard negatives; every `step`-th training pair is written.
-    """
+    """Write a corpus, with every `step`-th training pair; the files of an earlier one are replaced at the end."""
     with replaced_folder(output, fields) as folder:
         _write_train(folder / "train.jsonl.gz", split, seed, step)
         for name, part in split.evaluation.items():

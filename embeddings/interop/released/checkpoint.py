@@ -37,10 +37,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Assumed:
-    """Numbers that a model needs but no file of its checkpoint contains: the user's, else the published models'.
-
-    `values` are the numbers used, by name; an invalid number is an `OptionError`.
-    """
+    """Numbers that a model needs but no file of its checkpoint contains: the user's, else the published models'."""
 
     def __init__(self, options: Mapping[str, float] | None = None) -> None:
         self._options = dict(options or {})
@@ -65,8 +62,7 @@ class Assumed:
 class ReleasedConfig:
     """The fields of a published config.json, or of the object inside it that `prefix` names.
 
-    Every method raises an `InputError` with file, field and value if a field is missing or invalid. `assumed` supplies
-    numbers that the file does not contain.
+    A missing or invalid field is an `InputError`. `assumed` supplies numbers that the file does not contain.
     """
 
     def __init__(
@@ -116,10 +112,7 @@ class ReleasedConfig:
 
 
 class ReleasedWeights:
-    """The tensors of a checkpoint's safetensors files: names and shapes are read at once, values on demand.
-
-    `file` replaces the default weight files of a model.
-    """
+    """The tensors of a checkpoint's safetensors files, or of `file`: shapes are read at once, values on demand."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder = folder
@@ -148,23 +141,17 @@ class ReleasedWeights:
 
 
 def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a published folder, from its tokenizer.json if there is one.
-
-    The class that a published tokenizer names may rebuild it from the vocabulary and then tokenise some texts
-    differently.
-    """
+    """The tokenizer of a published folder, from its tokenizer.json if there is one."""
+    # The class that a tokenizer names may rebuild it from the vocabulary, and tokenise some texts differently.
     is_fast = (folder / "tokenizer.json").is_file()
     return read_tokenizer(folder, PreTrainedTokenizerFast if is_fast else AutoTokenizer)
 
 
 @dataclass(frozen=True)
 class Published:
-    """The location of one of our tensors in a published checkpoint.
+    """The published tensor of one of ours; words in braces are replaced by what they matched in our name.
 
-    Args:
-        name: Name of the published tensor. Words in braces are replaced by what they matched in our name.
-        part, parts: Our tensor is part number `part` of `parts` equal parts along the first dimension.
-        stacked: Whether the published tensor has our first two dimensions merged into one.
+    Ours is part number `part` of `parts` equal parts along the first dimension. `stacked` merges our first two.
     """
 
     name: str
@@ -192,7 +179,6 @@ class KeyReport:
     left: list[str]
 
     def __or__(self, other: "KeyReport") -> "KeyReport":
-        """The report of two checkpoints that were read one after the other."""
         return KeyReport(self.used | other.used, self.left + other.left)
 
 
@@ -246,8 +232,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 class Imported(NamedTuple):
     """A published checkpoint as a model of this library, with the report of its tensors.
 
-    `used_as` names the published model (see `importer.USAGES`) whose card the model follows. `assumed` are the numbers
-    that no file of the checkpoint contains.
+    `used_as` names the published model (see `importer.USAGES`) whose card the model follows.
     """
 
     family: str

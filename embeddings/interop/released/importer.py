@@ -38,9 +38,8 @@ def import_released(
 ) -> Imported:
     """Write a published checkpoint as a model directory, atomically, without executing its code.
 
-    The directory also gets the model card of an embedding model, and a record: the published tensor of each model
-    tensor, unused tensors, the commit, and the numbers that no file contains. If a published card processes the vectors
-    in a way that its files do not describe (see `USAGES`), the model does so too.
+    The directory also gets a model card, and a record of used and unused tensors, the commit, and the numbers that no
+    file contains. If a published card processes the vectors further (see `USAGES`), the model does so too.
 
     Args:
         source: A directory or Hub id.
@@ -137,10 +136,10 @@ USAGES: Mapping[str, Usage] = {
 
 
 def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | None = None) -> str | None:
-    """The name in `USAGES` of an imported model, or None.
+    """The name in `USAGES` of an imported model, or None; backbone and width must match.
 
     The files do not distinguish v1.5 from a model fine-tuned from it, so the name decides: `known_as`, else the last
-    part of the Hub id or directory. Backbone and width must match, else `known_as` is an `OptionError`.
+    part of the Hub id or directory.
     """
     # In the Hub's cache a folder is named for its commit.
     name = Path(origin_of(Path(source).expanduser().absolute()).name).name if known_as is None else known_as
