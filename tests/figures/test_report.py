@@ -231,21 +231,6 @@ def test_numeric_errors_are_named(facts_of, tmp_path):
     assert words.health(facts_of(metrics=None)) == []
 
 
-def test_size_batch_length_and_hardware_have_a_sentence(facts_of):
-    facts = facts_of()
-    assert words.size(facts) == "2,000 parameters, 500 of them trained, 1,500 active per token"
-    assert words.batch(facts) == "32 × 2 processes × 4 batches per step = 256 per optimiser step"
-    assert words.length(facts) == "2 epochs"
-    assert words.hardware(facts) == "2 processes on 4 x Some CPU, each"
-    whole = {"total": 5, "active": 5, "trained": 5}
-    trainer = {"max_steps": 1, "max_epochs": None, "accumulate_grad_batches": 1}
-    plain = facts_of(config={"trainer": trainer}, record={"world_size": 1, "parameters": whole})
-    assert words.size(plain) == "5 parameters, all of them trained"
-    assert words.batch(plain) == "32"
-    assert words.length(plain) == "1 optimiser step"
-    assert words.hardware(plain) == "1 process on 4 x Some CPU"
-
-
 def test_missing_records_are_reported(facts_of):
     nothing = dict.fromkeys(("parameters", "world_size", "hardware", "source_rows", "started", "method"))
     facts = facts_of(config={"model": None, "data": None, "trainer": None}, record=nothing)

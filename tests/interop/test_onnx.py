@@ -107,16 +107,6 @@ def test_models_with_custom_code_or_above_2_gib_are_refused(monkeypatch):
         check_onnx(embedder(tiny_bert()))
 
 
-def test_lengths_that_were_not_compared_are_named(tmp_path, monkeypatch):
-    model = tiny_bert()
-    monkeypatch.setattr(onnx, "_length_limits", lambda config: [30, 4096, 131_072])
-    monkeypatch.setattr(onnx, "_MAX_LENGTH", 50)
-    monkeypatch.setattr(onnx, "open_graph", lambda path: lambda inputs: model(*inputs).last_hidden_state.numpy())
-    found = onnx._compare(model, tmp_path)
-    assert (found.difference, found.longest, found.beyond) == (0, 33, (4096, 131_072))
-    assert "texts of up to 33 tokens; not compared above 4,096 and 131,072 tokens, where the" in str(found)
-
-
 @pytest.mark.slow
 def test_an_int8_graph_is_close_and_its_matrices_have_8_bits(tmp_path, monkeypatch):
     torch.manual_seed(0)

@@ -131,14 +131,6 @@ def test_an_endpoint_that_is_not_an_http_url_is_refused(endpoint):
     refused(OptionError, "endpoint must be an HTTP URL", ChatClient, endpoint, Sampling("m"))
 
 
-def test_a_key_contains_the_prompts_hash_and_seeds_differ():
-    other = make_request("example/short_long-0/0", "Write something else.", 7)
-    assert other.key != REQUEST.key
-    assert other.seed == REQUEST.seed
-    assert make_request("example/short_long-0/1", "Write something.", 7).seed != REQUEST.seed
-    assert make_request("example/short_long-0/0", "Write something.", 8).seed != REQUEST.seed
-
-
 REQUESTS = [make_request(f"example/a-{number}/0", f"prompt {number}", 0) for number in range(12)]
 
 
@@ -358,12 +350,3 @@ def test_a_full_disk_leaves_no_half_line(path, monkeypatch):
         monkeypatch.undo()
         journal.append("b", FULL)
         assert journal.get("b") == FULL
-
-
-def test_an_answer_is_on_disk_when_append_returns(path, monkeypatch):
-    synced = []
-    real = os.fsync
-    with open_journal(path) as journal:
-        monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), real(handle)))
-        journal.append("b", FULL)
-        assert synced == [path.stat().st_size]

@@ -7,7 +7,6 @@ import signal
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -15,7 +14,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
-from embeddings.synthesis.client import Budget, ChatClient, EndpointError, Limits, Sampling
+from embeddings.synthesis.client import Budget, ChatClient, Limits, Sampling
 from embeddings.synthesis.generate import (
     MAX_ROUNDS,
     Item,
@@ -508,41 +507,3 @@ def test_of_two_items_with_one_query_the_first_item_is_kept(tmp_path):
     outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(6), max_attempts=1)
     assert sorted(outcome.records) == [0, 2, 4]
     assert reasons(outcome) == {"duplicate_query": 3}
-
-
-def test_queries_must_be_unique_within_a_file_only_if_set(tmp_path):
-    client = FakeClient(lambda prompt, seed, count: says(query="the same"))
-    files = ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
-    both = [Item(f"x-{index}", file, f"prompt {index}", read_query) for index, file in enumerate(files)]
-    assert sorted(rounds(tmp_path, client, both, max_attempts=1).records) == [0, 2]
-    (tmp_path / "other").mkdir()
-    assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).records) == 4
-
-
-def sometimes_rejected(prompt, seed, count):
-    """An answer by seed: valid, a duplicate, or invalid."""
-    value = {"query": f"query {seed % 9}", "bad": seed % 4 == 0}
-    return Reply(json.dumps(value) if seed % 5 else "no JSON")
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 16])
-def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
-    whole = rounds(tmp_path, FakeClient(sometimes_rejected), items_of_one_file(30))
-    assert 3 < len(whole.records) < 30
-    assert {"duplicate_query", "not_json", "wrong_type"} == set(reasons(whole))
-    folder = tmp_path / "ended"
-    folder.mkdir()
-
-    def ending(ends_after, prompt, seed, count):
-        if len(client.asked) > ends_after:
-            return EndpointError("http://fake/v1", "gone")
-        return sometimes_rejected(prompt, seed, count)
-
-    for ends_after in (0, 3, 10, 2, 20, 7, 1000):
-        client = FakeClient(partial(ending, ends_after), shuffled=True)
-        limits = Limits(concurrency=concurrency)
-        try:
-            outcome = rounds(folder, client, items_of_one_file(30), limits=limits)
-        except EndpointError:
-            assert ends_after < 1000
-    assert outcome == whole

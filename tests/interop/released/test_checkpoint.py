@@ -70,25 +70,6 @@ def test_a_field_of_another_type_is_a_one_line_error(ask, says, tmp_path):
         ask(config(tmp_path, size=3, inner={"rate": 0.5}, flag=True))
 
 
-def test_valid_fields_and_defaults_are_returned(tmp_path):
-    found = config(tmp_path, size=3, base=1000, inner={"size": 0}, flag=None)
-    assert (found.integer("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
-    assert (found.integer("other", default=7), found.part("inner").integer("size", 0)) == (7, 0)
-    # A disabled switch may be null or missing.
-    found.require(size=3, flag=False, absent=7)
-
-
-def test_tensors_of_all_shards_are_known_by_their_headers(tmp_path):
-    save_file({"a": torch.ones(2, 3)}, tmp_path / "one.safetensors")
-    save_file({"b": torch.full((4,), 2.0, dtype=torch.bfloat16)}, tmp_path / "two.safetensors")
-    save_file({"c": torch.zeros(1)}, tmp_path / "model.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = ReleasedWeights(tmp_path)
-    assert found.shapes == {"a": (2, 3), "b": (4,)}
-    assert torch.equal(found.tensor("b"), torch.full((4,), 2.0, dtype=torch.bfloat16))
-
-
 def test_unreadable_weights_are_a_one_line_error(tmp_path):
     with pytest.raises(InputError, match=r"contains no model\.safetensors; use"):
         ReleasedWeights(tmp_path)
@@ -133,25 +114,6 @@ def weights(folder, **changed):
     state = {name: tensor for name, tensor in (state | changed).items() if tensor is not None}
     save_file(state, folder / "model.safetensors")
     return ReleasedWeights(folder), state
-
-
-def test_tensors_are_split_and_unstacked(tmp_path):
-    found, state = weights(tmp_path)
-    taken, report = take_tensors(found, EXPECTED, "toys", NAMES)
-    assert torch.equal(taken["layer.3.query.weight"], state["block.3.fused.weight"][:2])
-    assert torch.equal(taken["layer.3.key.weight"], state["block.3.fused.weight"][2:])
-    assert torch.equal(taken["experts"][1], state["piled"][4:8])
-    assert torch.equal(taken["head.a.b"], state["out.a.b"])
-    # A part is a copy, not a view of the published tensor.
-    assert taken["layer.3.key.weight"].untyped_storage().nbytes() == 2 * 5 * 4
-    assert report.used["block.3.fused.weight"] == ["layer.3.query.weight", "layer.3.key.weight"]
-    assert (sorted(report.used), report.left) == (sorted(state), [])
-
-
-def test_ignored_tensors_are_reported(tmp_path):
-    found, _ = weights(tmp_path, **{"pooler.weight": torch.zeros(2), "block.12.table": torch.zeros(2)})
-    _, report = take_tensors(found, EXPECTED, "toys", NAMES, ("pooler.{kind}", "block.{n}.table"))
-    assert report.left == ["block.12.table", "pooler.weight"]
 
 
 @pytest.mark.parametrize(
