@@ -187,7 +187,7 @@ def _check(places: Mapping[str, PublicSource], hub: Hub) -> None:
 
 @dataclass
 class StageWork:
-    """One stage below `output`: the steps that make its files from `places`, and the config that reads them."""
+    """The steps that make the files of one stage from `places`, and the config that reads them."""
 
     stage: Stage
     output: Path
@@ -230,7 +230,6 @@ class StageWork:
         return _load(self.options.teacher or step["model"], self.options.precision, device)
 
     def check_options(self) -> None:
-        """Import faiss if it is needed, and warn about sources that are not decontaminated."""
         named = [self.wanted[key].name for key in self.keys if self.places[key].decontaminate]
         if self.decontaminator is None and named:
             logger.warning("not decontaminated, unlike in the paper: %s; give --decontaminate FOLDER", ", ".join(named))
@@ -252,7 +251,6 @@ class StageWork:
             self._cluster(key)
 
     def _filter(self, key: str, path: Path, output: Path) -> None:
-        """Filter and decontaminate the rows as the recipe says."""
         source, step, config = self.places[key], self.stage.filter, self.wanted[key]
         rules, encoding = FilterRules(), dict[str, Any]()
         if step is not None and not source.filtered:
@@ -347,7 +345,6 @@ def _load(name: str, precision: Precision, device: str | None) -> Encoder:
 
 
 def _write_negatives(path: Path, documents: Path) -> None:
-    """Write the negatives of all rows as a corpus."""
     schema = pa.schema([("text", pa.string())])
     with atomic_path(documents) as temporary, table_writer(temporary, schema) as write, pq.ParquetFile(path) as file:
         for batch in file.iter_batches(columns=["negatives"]):

@@ -4,7 +4,6 @@ The job streams one data set into one file of training rows, in parts, so that i
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -199,12 +198,8 @@ class Stage:
 
     def wanted(self) -> dict[str, SourceConfig]:
         """The sources that the data config reads, by `FOLDER/NAME`."""
-        sources = {}
-        for entry in self.data["sources"]:
-            match = re.fullmatch(rf"\$\{{{ROOT_VARIABLE}\}}/(\w+/\w+)\.parquet", entry["path"])
-            assert match, f"{self.config}: {entry['name']} is not a file that prepare writes"
-            sources[match[1]] = SourceConfig(**entry)
-        return sources
+        root, sources = f"${{{ROOT_VARIABLE}}}/", self.data["sources"]
+        return {entry["path"].removeprefix(root).removesuffix(".parquet"): SourceConfig(**entry) for entry in sources}
 
 
 @dataclass(frozen=True)
@@ -251,12 +246,7 @@ PART_ROWS = 16_384
 
 @dataclass(frozen=True)
 class Hub:
-    """Reads data sets from the Hub, or from a local folder of data sets in subfolders `ORGANISATION/NAME`.
-
-    Args:
-        mirror: The local folder, for a machine without a network; `hf download --repo-type dataset --local-dir` writes
-            a data set into it.
-    """
+    """Reads data sets from the Hub, or from the folder `mirror` with data sets in subfolders `ORGANISATION/NAME`."""
 
     mirror: Path | None = None
 
@@ -268,7 +258,6 @@ class Hub:
         """The folder or commit of a data set, without reading rows; raises `InputError` if it cannot be accessed."""
         if self.mirror:
             return self._path(source)
-        # Slow to import.
         from huggingface_hub import HfApi
 
         name = str(source.repository)
@@ -280,8 +269,7 @@ class Hub:
 
     def load(self, source: PublicSource, subset: str | None, split: str, commit: str | None, **options: Any) -> Any:
         """One split of a data set, by `datasets.load_dataset`."""
-        # Slow to import.
-        from datasets import load_dataset
+        from datasets import load_dataset  # slow to import
 
         path = self._path(source)
         if source.data_files is not None:
@@ -294,7 +282,6 @@ class Hub:
 
     def stream(self, source: PublicSource, commit: str | None) -> Any:
         """The rows of a source as a `datasets.IterableDataset`, split after split, without a copy on disk."""
-        # Slow to import.
         from datasets import concatenate_datasets
 
         splits = [self.load(source, source.subset, name, commit, streaming=True) for name in names_of(source.split)]
@@ -313,20 +300,12 @@ class Hub:
 
 
 def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None = None) -> dict[str, Any]:
-    """Write the rows of one source to a Parquet file for training or mining; returns its manifest.
+    """Write the first `limit` rows of a source, or every `every`-th, to a Parquet file; returns its manifest.
 
     Rows are streamed and written in parts with the position in the source. A kill loses at most one part, and a resumed
     process writes the same bytes. Rows without a text, and rows that the reader of the file would refuse, are left out
-    and counted. For `beir`, the documents are written to `NAME.corpus.parquet` too.
-
-    Args:
-        source: Location of the rows and their conversion.
-        output: The file to write, `NAME.parquet`; a complete file of the same source and limit is reused.
-        hub: Reader of data sets.
-        limit: Use only the first `limit` rows; None for every `every`-th row.
-
-    Raises:
-        InputError: If the data set is missing, gated or changed, has no usable row, or `output` is another file.
+    and counted. For `beir`, the documents are written to `NAME.corpus.parquet` too. A complete file is reused. A data
+    set that is missing, gated, changed or has no usable row, and another file at `output`, are an `InputError`.
     """
     source = source if limit is None else replace(source, every=1)
     fields = {"kind": "public data", "source": source.recipe, "limit": limit}
@@ -422,10 +401,9 @@ def corpus_path(output: Path) -> Path:
 def _join(source: PublicSource, output: Path, hub: Hub, commit: str | None, limit: int | None) -> Any:
     """The pair of each qrel above 0, in the order of the qrels, as an `IterableDataset`; writes the documents' file.
 
-    With a limit, only the documents of the pairs are written. The tables are cached as Arrow files in the folder of the
-    job. A qrel with a missing text becomes a row without a text, which is left out later.
+    With a limit, only the documents of the pairs are written. A qrel with a missing text becomes a row without a text,
+    which is left out later. The Arrow files of the tables are in the folder of the job.
     """
-    # Slow to import.
     from datasets import Dataset
 
     cache = str(output.with_name(f"{output.name}.work") / "cache")

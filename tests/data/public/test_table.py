@@ -1,5 +1,6 @@
 """The table of public data sets: complete for every recipe, and consistent with the data set cards."""
 
+import re
 from collections import Counter
 
 from embeddings.cli.configs import read_recipes
@@ -37,6 +38,7 @@ def test_every_source_of_every_data_config_is_in_the_table_and_no_other():
     assert {source.key for source in TABLE.sources if source.collection is None} == wanted
     assert {source.key for source in TABLE.sources} == wanted
     recipes = read_recipes()
+    assert all(re.fullmatch(r"\w+/\w+", key) for key in wanted)
     for stage in TABLE.stages:
         assert f"lightning_configs/data/{stage.config}.yaml" in recipes[stage.run]["configs"].split()
 
