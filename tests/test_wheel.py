@@ -110,6 +110,6 @@ def test_configs_recipes_and_sweeps_are_found_from_an_empty_folder(program: Path
 
 CHILD = """
 import subprocess, sys
-from embeddings.cli.sweep_runs import COMMAND
+from embeddings.cli.sweep import COMMAND
 subprocess.run([sys.executable, *COMMAND, "--help"], check=True)
 """

@@ -1,6 +1,7 @@
-"""Config files: reading their YAML safely, checking how they combine, and expanding recipes."""
+"""Config files: reading them, checking how they combine, and expanding recipes."""
 
 import csv
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from embeddings.cli.errors import ConfigError
-from embeddings.common import InputError, UserError
-from embeddings.common.class_paths import VARIABLE, named_function
+from embeddings.common import InputError
 from embeddings.common.errors import CHECKOUT, PACKAGE, shown
 from embeddings.common.io import check_regular
 from embeddings.common.text import one_line
@@ -21,21 +22,14 @@ FOLDER = "lightning_configs"
 # The library's configs: in the top folder of a checkout, or inside the installed package.
 CONFIGS = (CHECKOUT or PACKAGE) / FOLDER
 RECIPES = f"{FOLDER}/recipes.csv"
-# Maximum number of values that come from YAML aliases: a few lines of nested aliases can expand to billions.
-MAX_ALIASED_VALUES = 10_000
 
-_NO_SPACE = re.compile(r"(\w[\w.]*):(\S+)")
-_INVALID_CHARACTER = re.compile("[\0\ud800-\udfff]")
 # A value of `--config` that names a file; anything else is the config's text.
 _FILE_NAME = re.compile(r"[^{\n]+")
+_INVALID_CHARACTER = re.compile(r"\\u0000|[\ud800-\udfff]")
+_NO_SPACE = re.compile(r"([\w.]+):(\S+)")
 
-
-def check_functions(argv: Sequence[str], parsed: Any) -> None:
-    """Refuse configs and options that name a function."""
-    text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
-    path = named_function(parsed, text)
-    if path is not None:
-        raise UserError(f"a config may not name the function {path}; name a class, or trust its package by {VARIABLE}")
+# A config as written: its path, or its text, and its content.
+Config = tuple[str, dict[str, Any]]
 
 
 def located(path: str) -> str:
@@ -71,19 +65,22 @@ def expand_recipe(argv: Sequence[str]) -> list[str]:
     return [*argv[:position], *configs, *argv[end:]]
 
 
-def check_configs(argv: Sequence[str]) -> None:
-    """Refuse two configs that choose a method, and a config that drops callbacks of an earlier one.
+def check_configs(configs: Sequence[Config], argv: Sequence[str]) -> None:
+    """Refuse a second config that chooses a method, and a config that drops callbacks of an earlier one.
 
     Without this check the second method would silently inherit nested arguments of the first, and the run would
     silently lose its checkpoints.
     """
-    configs = [config for path in config_paths(argv) for config in configs_of(path)]
     chosen = [path for path, content in configs if chooses(content, "model")]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give only one method config")
     for part in ("model", "data"):
-        if not any(re.match(rf"--{part}(\.class_path)?(=|$)", word) for word in argv):
-            _check_order(part, configs)
+        if any(re.match(rf"--{part}(\.class_path)?(=|$)", word) for word in argv):
+            continue
+        first = next((config for config in configs if config[1].get(part)), None)
+        if first is not None and not chooses(first[1], part):
+            what = f"sets {part}.{next(iter(first[1][part]))} before any config chooses {part}.class_path"
+            raise ConfigError(f"{first[0]}: {what}; give the config that chooses it first")
     callbacks: list[str] = []
     for path, content in configs:
         trainer = content.get("trainer")
@@ -98,18 +95,6 @@ def check_configs(argv: Sequence[str]) -> None:
                     what = f"trainer.callbacks drops {', '.join(dropped)} of an earlier config"
                     raise ConfigError(f"{path}: {what}; {hint}")
                 callbacks = names
-
-
-def _check_order(part: str, configs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse a config that sets arguments of a class before any config chooses the class."""
-    for position, (path, content) in enumerate(configs):
-        if chooses(content, part):
-            return
-        if isinstance(value := content.get(part), Mapping) and value:
-            later = next((path for path, content in configs[position + 1 :] if chooses(content, part)), None)
-            other, first = (later, later) if later else ("any config", "one that does")
-            what = f"sets {part}.{next(iter(value))} before {other} chooses {part}.class_path"
-            raise ConfigError(f"{path}: {what}; give {first} first")
 
 
 def chooses(content: Mapping[str, Any], part: str) -> bool:
@@ -138,41 +123,20 @@ def unfolded(value: Any) -> Any:
     return nested
 
 
-def config_paths(argv: Sequence[str]) -> list[str]:
-    """The values of `--config` (or `-c`), in order; `-cFILE` is `-c FILE`."""
-    paths = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):
-        if word in ("--config", "-c"):
-            paths.append(following)
-        elif joined := re.match("--config=|-c=?", word):
-            paths.append(word[joined.end() :])
-    return [path for path in paths if path]
-
-
-def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """A config and the configs that it includes under `config:`, each as (path, `unfolded` content).
-
-    Included paths are relative to the including file. Two of them may not set the same mapping: the parser would drop
-    the included one.
-    """
-    configs: list[tuple[str, dict[str, Any]]] = []
+def read_configs(path: str, including: Sequence[str] = ()) -> list[Config]:
+    """A config, `unfolded`, after the one that it includes under `config:`, relative to its own folder."""
     path = located(path)
-    while path not in (earlier for earlier, _ in configs):
-        content = unfolded(read_config(path))
-        for including, earlier in configs:
-            for key, value in content.items():
-                if isinstance(value, dict) and isinstance(earlier.get(key), dict):
-                    what = f"sets {key}, so the {key} of {path}, which it includes, would be lost"
-                    raise InputError(f"--config {including}", what, "give both by --config options, which are merged")
-        configs.append((path, content))
-        included = content.get("config")
-        if included is None:
-            return configs
-        if not isinstance(included, str):
-            raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
-        is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
-        path = os.path.normpath(Path(path).parent / included) if is_path else included
-    raise InputError(f"--config {path}", "includes itself", "remove its config: key")
+    if path in including:
+        raise InputError(f"--config {path}", "includes itself", "remove its config: key")
+    content = unfolded(read_config(path))
+    included = content.pop("config", None)
+    if included is None:
+        return [(path, content)]
+    if not isinstance(included, str):
+        raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
+    is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
+    other = os.path.normpath(Path(path).parent / included) if is_path else included
+    return [*read_configs(other, [*including, path]), (path, content)]
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -211,76 +175,33 @@ def read_yaml(path: str | Path, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The content of a YAML text: one document without custom tags, duplicate keys or too many aliased values."""
+    """The content of a YAML text, read as by the parser: `1e-5` is a number, and a date is text."""
     try:
-        return _PlainLoader(text, where).get_single_data()
+        content = get_loader("yaml")(text)
+        plain = json.dumps(content, ensure_ascii=False)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(where, f"not a YAML file: {error.problem}{line}", "correct the line") from error
-    except yaml.YAMLError as error:
-        raise InputError(where, f"not a YAML file: {str(error).splitlines()[0]}", "correct the line") from error
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        # A value that JSON does not have, an alias that contains itself, or a number of too many digits.
+        raise InputError(where, f"not a YAML file: {one_line(str(error), 200)}", "correct the line") from error
     except RecursionError:
-        raise InputError(where, "is nested too deeply, or an alias contains itself", "flatten it") from None
+        raise InputError(where, "is nested too deeply", "flatten it") from None
+    if _INVALID_CHARACTER.search(plain):
+        raise InputError(where, "contains a NUL character or an unpaired surrogate", "remove it")
+    check_colons(content, where)
+    return content
 
 
-def check_colon(pair: str, where: str) -> None:
-    """Refuse `rank:4` inside braces, which YAML reads as the key `rank:4` without a value."""
-    if found := _NO_SPACE.fullmatch(pair):
-        raise InputError(where, f"{{{pair}}} has no space after the colon", f"write {{{found[1]}: {found[2]}}}")
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """The safe loader, which also refuses duplicate keys and more than `MAX_ALIASED_VALUES` aliased values."""
-
-    def __init__(self, text: str, where: str) -> None:
-        self.where = where
-        # The number of values so far, of those from aliases, and of those inside each node.
-        self.num_values = self.num_aliased = 0
-        self.sizes: dict[yaml.Node | None, int] = {}
-        super().__init__(text)
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
-        node = super().compose_node(parent, index)
-        if is_alias:
-            if node not in self.sizes:
-                raise RecursionError
-            self.num_values += self.sizes[node]
-            self.num_aliased += self.sizes[node]
-            if self.num_aliased > MAX_ALIASED_VALUES:
-                what = f"its aliases expand to more than {MAX_ALIASED_VALUES:,} values"
-                raise InputError(self.where, what, "write out their values")
-            return node
-        self.num_values += 1
-        self.sizes[node] = self.num_values - before
-        if isinstance(node, yaml.MappingNode):
-            if node.flow_style:
-                self._check_colons(node)
-            lines: dict[tuple[str, str], int] = {}
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
-                name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in lines:
-                    what = f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}"
-                    raise InputError(self.where, what, "keep one of them")
-                lines[name] = line
-        elif isinstance(node, yaml.ScalarNode) and (found := _INVALID_CHARACTER.search(node.value)):
-            problem = "a NUL character" if found[0] == "\0" else "an unpaired surrogate"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return node
-
-    def _check_colons(self, node: yaml.MappingNode) -> None:
-        """Refuse `{rank:4}`, which is the key `rank:4` without a value."""
-        for key, value in node.value:
-            is_alone = isinstance(value, yaml.ScalarNode) and (value.value, value.style) == ("", None)
-            if is_alone and isinstance(key, yaml.ScalarNode) and key.style is None:
-                check_colon(key.value, f"{self.where}: line {key.start_mark.line + 1}")
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
-            raise
-        except Exception as error:  # an impossible date, or a number with too many digits
-            what = f"{shown(node.value, 30)} is not a valid {node.tag.rpartition(':')[2]}"
-            detail = f" ({str(error).partition(';')[0]})" if isinstance(error, ValueError) else ""
-            raise yaml.MarkedYAMLError(problem=what + detail, problem_mark=node.start_mark) from error
+def check_colons(value: Any, where: str) -> None:
+    """Refuse `{rank:4}`, which YAML reads as the key `rank:4` without a value."""
+    if isinstance(value, list):
+        for element in value:
+            check_colons(element, where)
+    elif isinstance(value, dict):
+        for key, content in value.items():
+            found = _NO_SPACE.fullmatch(str(key))
+            if found and content is None:
+                what = f"{{{key}}} has no space after the colon"
+                raise InputError(where, what, f"write {{{found[1]}: {found[2]}}}")
+            check_colons(content, where)

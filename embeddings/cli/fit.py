@@ -9,11 +9,11 @@ import shutil
 import sys
 import warnings
 import weakref
-from argparse import SUPPRESS
+from argparse import SUPPRESS, HelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from logging.handlers import MemoryHandler
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import mkdtemp
 from typing import Any
 
@@ -33,7 +33,7 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
-from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml
+from embeddings.cli.configs import check_configs, expand_recipe, parse_yaml
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
@@ -42,9 +42,8 @@ from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.text import one_line
 from embeddings.figures.run_facts import metrics_path, read_curves
-from embeddings.models.language_model import HeadKind
-from embeddings.models.model_files import PACKAGED_NAME
-from embeddings.models.stand_in import TINY, architecture, tiny_architecture, write_stand_in
+from embeddings.models.stand_in import architecture, tiny_architecture, write_stand_in
+from embeddings.modules.base import BaseModule
 from embeddings.strategies.ranks import set_up_ranks
 
 # Some of Lightning's callbacks have a device as a default value, which must be written with the config.
@@ -63,6 +62,11 @@ MAX_DEVICES_PER_CPU = 8
 SOURCES_HELP = "--data.sources.help"
 # The options that list sources.
 _SOURCES = re.compile(r"--data(\.init_args)?\.(validation_)?sources\+?")
+# Classes in the help's lists of subclasses that only other classes extend.
+_BASES = re.compile(
+    r"(lightning\.(LightningModule|LightningDataModule|Callback)|embeddings\.modules\.(base\.Base|Contrastive)Module"
+    r"|lightning\.pytorch\.loggers\.logger\.DummyLogger|embeddings\.callbacks\.run_record\.Run\w+),\s+"
+)
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 # The folder of models that a run on part of the data exports, and the options that make such a run.
@@ -71,7 +75,6 @@ _PARTIAL = {"trainer.limit_train_batches", "trainer.overfit_batches"}
 # The folder of stand-in models. The constants below are the settings and limits of a stand-in run.
 STAND_INS = "checkpoints/stand_in"
 MAX_STEPS = 6
-_HEADS: dict[str, HeadKind] = {"mlm": "masked", "mntp": "causal", "causal": "causal"}
 # Hardware options of a run on the CPU.
 _HARDWARE: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
 _HARDWARE |= {"sync_batchnorm": False, "log_every_n_steps": 1}
@@ -79,7 +82,6 @@ _HARDWARE |= {"sync_batchnorm": False, "log_every_n_steps": 1}
 _TRAINER = {"max_steps": MAX_STEPS, "accumulate_grad_batches": 2, "limit_val_batches": 2, "val_check_interval": 4}
 _DATA = {"batch_size": 4, "num_workers": 0, "row_length": 32, "sampler.init_args.steps_per_epoch": 2 * MAX_STEPS}
 _DATA |= {"sampler.init_args.inner.init_args.steps_per_epoch": 2 * MAX_STEPS}
-_MODEL = {"schedule.warmup_steps": 2, "first_stage_training.word_steps": 2, "context.num_context": _DATA["batch_size"]}
 _CALLBACKS = {"every_n_steps": 2, "every_n_train_steps": 2, "mini_batch_tokens": 512}
 _EXPORTS = (ExportModel.__name__, ExportLanguageModel.__name__)
 # Values of `max_steps` that mean no limit.
@@ -88,6 +90,18 @@ _UNLIMITED = (-1, None)
 
 class FitParser(OneLineParser, LightningArgumentParser):
     """Lightning's parser with the errors and lists of `OneLineParser`; a path stands for the source that it names."""
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        words = lists_emptied(sources_named(self.normalised(args or [])))
+        return super().parse_args(words, *rest, **kwargs)
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        """The help, without the base classes that no config can name."""
+        return re.sub(_BASES, "", super().format_help(formatter))
+
+    def add_config(self, path: str, content: dict[str, Any]) -> None:
+        super().add_config(path, content)
+        check_configs(self.configs, self.words)
 
     def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Namespace:
         for name in ("sources", "validation_sources"):
@@ -111,18 +125,21 @@ class TrainerCLI(LightningCLI):
         help_text = "check the run without its hardware, print what it would do, and write nothing"
         parser.add_argument("--check", action="store_true", default=SUPPRESS, help=help_text)
         help_text = "use at most this many rows of each source"
-        parser.add_argument("--limit_data", type=int, default=SUPPRESS, help=help_text)
+        parser.add_argument("--limit-data", type=int, default=SUPPRESS, help=help_text)
         help_text = "train a tiny random model of the same architecture for a few steps on the CPU, to test the run"
-        parser.add_argument("--stand_in", choices=["tiny"], default=SUPPRESS, help=help_text)
+        parser.add_argument("--stand-in", choices=["tiny"], default=SUPPRESS, help=help_text)
         passed_here = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        help_text = "the folder for everything that the run writes, such as its logs, checkpoints and models"
+        parser.add_argument("--run-dir", default=SUPPRESS, help=help_text)
         self.fit_options = parser.add_method_arguments(L.Trainer, "fit", skip=passed_here)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        assert isinstance(parser, FitParser)
         self.config = parser.parse_args(args)
         if self.config.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: must not be in a config; write fit --check")
         self._make_small(args)
-        check_functions(args, self.config)
+        parser.check_functions(self.config)
         check_numbers(self.config)
         self.check_checkpoint()
 
@@ -132,7 +149,8 @@ class TrainerCLI(LightningCLI):
 
     def _make_small(self, args: Any) -> None:
         """Apply `--limit_data` and `--stand_in` and report the changes on stderr; a check leaves no files."""
-        num_rows, stand_in = (self.config.pop(name, None) for name in ("limit_data", "stand_in"))
+        names = ("limit_data", "stand_in", "run_dir")
+        num_rows, stand_in, run_dir = (self.config.pop(name, None) for name in names)
         changes = Changes(self.config, args)
         keep_last_exports(self.config.trainer)
         if num_rows is not None:
@@ -144,6 +162,8 @@ class TrainerCLI(LightningCLI):
             if self.only_checks:
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
+        if run_dir is not None:
+            place_run(self.config.trainer, Path(run_dir))
         for line in changes.lines:
             print_to_stderr(f"changed {line}")
 
@@ -163,8 +183,11 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(with_hint(reason(str(error)))) from error
 
     def after_instantiate_classes(self) -> None:
-        """Train. With Lightning's own `fit` subcommand the options would be parsed and checked twice."""
+        """Check the run before data is read."""
         check_start(self.trainer, self.model, self.datamodule, self.config.ckpt_path)
+
+    def run_command(self) -> None:
+        """Train. With Lightning's own `fit` subcommand the options would be parsed and checked twice."""
         options = {name: self.config[name] for name in self.fit_options}
         self.trainer.fit(self.model, datamodule=self.datamodule, **options)
         # Not `trainer.log_dir`, which waits for the other ranks.
@@ -245,14 +268,13 @@ def check_arguments(argv: Sequence[str]) -> None:
 @restricted_imports()
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """Run `fit` with these arguments; `--recipe NAME` is replaced by the configs that `recipes.csv` lists."""
-    words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    words = list(argv)
     if SOURCES_HELP in words and "--data.help" not in words:
         classes = [value for word in words if (value := word.rpartition("=")[2]).endswith("DataModule")]
         words = ["fit", "--data.help", *(classes[-1:] or ["EmbeddingDataModule"]), SOURCES_HELP]
     expanded = expand_recipe(words)
     if expanded != words and not kind.only_checks:
         print(f"{program()} {shlex.join(expanded)}", file=sys.stderr)
-    check_configs(expanded)
     try:
         return make_cli(expanded, kind)
     except MisconfigurationException as error:
@@ -268,24 +290,25 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
 
 
 def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
-    """Construct the command line, which runs the command."""
-    logs = HeldLogs()
-    with logs.holding():
-        return kind(
+    """Make the parts of a run from its arguments, then run the command."""
+    with held_messages():
+        cli = kind(
             model_class=L.LightningModule,
             datamodule_class=L.LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=RunRecord,
             save_config_kwargs={"command": [*program().split(), *argv]},
-            trainer_defaults={"callbacks": [Preemption(), logs]},
+            trainer_defaults={"callbacks": [Preemption()]},
             seed_everything_default=0,
             parser_class=FitParser,
             auto_configure_optimizers=False,
             run=False,
             parser_kwargs={"prog": f"{program()} {kind.command}", "description": kind.summary},
-            args=lists_emptied(sources_named(argv[1:])),
+            args=list(argv[1:]),
         )
+    cli.run_command()
+    return cli
 
 
 def end_lines(trainer: L.Trainer) -> list[str]:
@@ -380,42 +403,21 @@ def lists_emptied(argv: Sequence[str]) -> list[str]:
     return words
 
 
-class HeldLogs(L.Callback):
-    """Holds back Lightning's log lines and all warnings until training starts, so that an earlier error is one line."""
-
-    def __init__(self) -> None:
-        self._handlers: list[MemoryHandler] = []
-        self._warnings: list[tuple[Any, ...]] = []
-        self._show = warnings.showwarning
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Hold back log lines inside; they are dropped if training never starts."""
-        with ExitStack() as stack:
-            for owner in map(logging.getLogger, ("lightning.fabric", "lightning.pytorch")):
-                for handler in list(owner.handlers):
-                    # A line of level WARNING is written at once, with the lines before it.
-                    held = MemoryHandler(sys.maxsize, logging.WARNING, handler, flushOnClose=False)
-                    self._handlers.append(held)
-                    owner.removeHandler(handler)
-                    owner.addHandler(held)
-                    stack.callback(owner.addHandler, handler)
-                    stack.callback(owner.removeHandler, held)
-                    stack.callback(held.close)
-            self._show = warnings.showwarning
-            stack.callback(setattr, warnings, "showwarning", self._show)
-            setattr(warnings, "showwarning", lambda *warning: self._warnings.append(warning))  # noqa: B010 - for mypy
+@contextmanager
+def held_messages() -> Iterator[None]:
+    """Inside, Lightning's information lines are dropped and warnings held back, so that an error is one line."""
+    loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]
+    levels = [each.level for each in loggers]
+    with warnings.catch_warnings(record=True) as held:
+        for each in loggers:
+            each.setLevel(logging.WARNING)
+        try:
             yield
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write the held lines, and from now on each new one at once."""
-        warnings.showwarning = self._show
-        for warning in self._warnings:
-            self._show(*warning)
-        self._warnings.clear()
-        for held in self._handlers:
-            held.flush()
-            held.capacity = 0
+        finally:
+            for each, level in zip(loggers, levels, strict=True):
+                each.setLevel(level)
+    for warning in held:
+        warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class Changes:
@@ -474,25 +476,39 @@ def move_exports(changes: Changes, folder: Path) -> None:
             options.replace = True
 
 
+def place_run(trainer: Namespace, folder: Path) -> None:
+    """Let a run write everything into one folder: its logs there, other outputs below it."""
+    trainer.default_root_dir = str(folder)
+    loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+    for part in (*loggers, *(trainer.callbacks or ())):
+        options: Any = part.get("init_args") if isinstance(part, Namespace) else None
+        if options is None:
+            continue
+        for name in ("dirpath", "output", "save_dir"):
+            path = options.get(name)
+            if isinstance(path, str | Path):
+                options[name] = str(folder if name == "save_dir" else folder / Path(path).name)
+        if _class_name(part) in _EXPORTS:
+            options.replace = True
+
+
 def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -> None:
     """Replace the model by a tiny random one of the same architecture; if it is not known, of the model `unknown`."""
     model: Any = changes.run.model.init_args
-    scratch, key = model.get("from_scratch"), "model.init_args"
-    if scratch is not None:
-        write_stand_in(folder / "tokenizer", tiny_architecture(architecture(PACKAGED_NAME)))
-        changes.set(f"{key}.from_scratch.tokenizer", str(folder / "tokenizer"))
-        small = {name: min(value, TINY[name]) for name, value in scratch.settings.items() if name in TINY}
-        changes.set(f"{key}.from_scratch.settings", {**scratch.settings, **small})
-    for name in ("backbone", "first_stage_backbone"):
+    kind = module_class(changes.run)
+    arguments = {**kind.stand_in_arguments(model, folder), **kind.tokenizer_arguments(model)}
+    for name, value in arguments.items():
+        changes.set(f"model.init_args.{name}", value)
+    for name in kind.backbones:
         if model.get(name) is not None:
             _replace_backbone(changes, name, folder, unknown)
-    changes.set(f"{key}.initial_model", None)
-    if model.get("masking") is not None and model.masking.mask_token is None and model.objective == "mntp":
-        # A decoder's stand-in tokenizer has no mask token.
-        changes.set(f"{key}.masking.mask_token", "_")
-    widths = changes.run.get(f"{key}.loss.init_args.widths")
-    if widths:
-        changes.set(f"{key}.loss.init_args.widths", [width * TINY["hidden_size"] // max(widths) for width in widths])
+    changes.set("model.init_args.initial_model", None)
+
+
+def module_class(run: Namespace) -> type[BaseModule]:
+    """The class of a run's module; what `--stand-in` and `plan` know of a method is declared there."""
+    kind = resolve_name(run.model.class_path)
+    return kind if issubclass(kind, BaseModule) else BaseModule
 
 
 def use_stand_in(changes: Changes, folder: Path) -> None:
@@ -504,7 +520,8 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
         changes.set("trainer.precision", "bf16-mixed")
     if changes.run.trainer.max_steps in _UNLIMITED:
         changes.set("trainer.max_steps", MAX_STEPS)
-    for part, limits in (("trainer", _TRAINER), ("data.init_args", _DATA), ("model.init_args", _MODEL)):
+    limited = ("trainer", _TRAINER), ("data.init_args", _DATA)
+    for part, limits in (*limited, ("model.init_args", module_class(changes.run).stand_in_limits)):
         for option, limit in limits.items():
             changes.lower(f"{part}.{option}", limit)
     for callback in changes.run.trainer.callbacks or ():
@@ -524,7 +541,7 @@ def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | 
             raise
         original = architecture(unknown)
     stand_in = folder / f"tiny_{original.model_type}"
-    write_stand_in(stand_in, tiny_architecture(original), _HEADS.get(model.get("objective", "")))
+    write_stand_in(stand_in, tiny_architecture(original), module_class(changes.run).head_kind(model))
     key = f"model.init_args.{name}"
     # A backbone named on the command line is replaced too: it determines the architecture.
     changes.on_command_line.discard(f"model.{name}.name")

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
-from embeddings.cli.configs import CONFIGS, config_paths, configs_of
+from embeddings.cli.configs import CONFIGS
 from embeddings.cli.errors import INTERRUPTED, RESUMABLE, ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
 from embeddings.common.class_paths import restricted_imports
@@ -172,10 +172,7 @@ def run_command(name: str, argv: Sequence[str]) -> None:
         added += parser.add_class_arguments(group, None, skip=set(added), fail_untyped=True, instantiate=False)
     for parameter in command.positional:
         parser.add_argument(parameter, **_positional(hints[parameter], command.is_optional))
-    words = parser.normalised(argv)
-    for path in config_paths(words):  # check each config before the parser reads it
-        configs_of(path)
-    options = parser.parse_args(words).as_dict()
+    options = parser.parse_args(parser.normalised(argv)).as_dict()
     arguments = {key: options[key] for key in [*added, *command.positional] if key in hints}
     for parameter, group in groups.items():
         arguments[parameter] = group(**{field.name: options[field.name] for field in fields(group)})

@@ -1,6 +1,7 @@
 """The parser of all commands: jsonargparse with one-line errors, boolean flags and safely read configs."""
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,10 +12,10 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from embeddings.cli.configs import check_colon, config_paths, configs_of, located
+from embeddings.cli.configs import Config, check_colons, read_configs
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
-from embeddings.common.class_paths import may_import, refused_path, trust_hint
+from embeddings.common.class_paths import VARIABLE, may_import, named_function, refused_path, trust_hint
 from embeddings.common.text import one_line
 
 CONFIG_HELP = "a YAML file of these options; several are merged from left to right"
@@ -30,6 +31,8 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept opt
 
 # Names of keys in other tools, and our names for them.
 _OTHER_NAMES = {"learning_rate": "lr", "epochs": "max_epochs", "per_device_train_batch_size": "batch_size"}
+# Options of Lightning and jsonargparse, whose names their users know.
+_LIBRARY_NAMES = ("ckpt_path", "print_config", "seed_everything", "weights_only")
 
 
 class ReplacingConfigFile(ActionConfigFile):
@@ -40,10 +43,10 @@ class ReplacingConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        values = located(str(values))
-        for _, content in configs_of(values):
+        for path, content in read_configs(str(values)):
+            parser.add_config(path, content)
             forget_lists(cfg, content)
-        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
+            super().__call__(parser, cfg, json.dumps(content), option_string)  # type: ignore[no-untyped-call]
 
 
 def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
@@ -60,10 +63,15 @@ def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
 
 
 class OneLineParser(ArgumentParser):
-    """A parser with one-line errors, boolean flags, no abbreviations, and null only where the type allows it."""
+    """A parser with one-line errors, boolean flags, no abbreviations, and null only where the type allows it.
+
+    Options are spelled with hyphens (`--vector-format`), and accepted with underscores too.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The arguments that are parsed, and the configs that were read so far.
         self.words: list[str] = []
+        self.configs: list[Config] = []
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
@@ -71,20 +79,32 @@ class OneLineParser(ArgumentParser):
         for previous, word in zip(["", *self.words], self.words, strict=False):
             name, _, value = word.partition("=") if word.startswith("--") else (previous, "", word)
             if name.startswith("--") and value.startswith(("{", "[")):
-                for pair in _PAIR.findall(value):
-                    check_colon(pair, name)
+                check_colons(dict.fromkeys(_PAIR.findall(value)), name)
         return super().parse_args(args, *rest, **kwargs)
 
+    def add_config(self, path: str, content: dict[str, Any]) -> None:
+        """Note a config before it is merged; a subclass may refuse it."""
+        self.configs.append((path, content))
+
+    def check_functions(self, parsed: Any) -> None:
+        """Refuse configs and options that name a function."""
+        path = named_function(parsed, repr([self.words, self.configs]))
+        if path is not None:
+            hint = f"name a class, or trust its package by {VARIABLE}"
+            raise UserError(f"a config may not name the function {path}; {hint}")
+
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument; a boolean of a command becomes `--name` and `--no_name`."""
+        """Add an argument; a boolean of a command becomes `--name` and `--no-name`."""
         name = args[0].removeprefix("--").rstrip("_")
         if kwargs.get("action") in (ActionConfigFile, "config"):
             kwargs |= {"action": ReplacingConfigFile, "help": CONFIG_HELP}
         elif iskeyword(name):  # an option may have this name, but a Python parameter may not
             args, kwargs = (f"--{name}",), {**kwargs, "dest": args[0].removeprefix("--"), "metavar": name.upper()}
-        elif kwargs.get("type") is bool and "." not in args[0]:
-            kwargs = {**kwargs, "action": ActionYesNo}
-            del kwargs["type"]
+        elif args[0].startswith("--") and "." not in name:
+            args = (args[0] if name in _LIBRARY_NAMES else args[0].replace("_", "-"), *args[1:])
+            if kwargs.get("type") is bool:
+                kwargs = {**kwargs, "action": ActionYesNo(no_prefix="no-")}
+                del kwargs["type"]
         return super().add_argument(*args, **kwargs)
 
     def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
@@ -125,30 +145,29 @@ class OneLineParser(ArgumentParser):
             if isinstance(cause, UserError):
                 raise cause
             cause = cause.__cause__
-        options = re.findall(r"--[\w.]+", self.format_help())
-        keys = dict.fromkeys(
-            key for path in config_paths(self.words) for _, content in configs_of(path) for key in keys_of(content)
-        )
+        options = re.findall(r"--[\w.-]+", self.format_help())
+        keys = dict.fromkeys(key for _, content in self.configs for key in keys_of(content))
         raise ConfigError(explain(message, [option for option in options if option != "--help"], keys)) from ex
 
     def normalised(self, argv: Sequence[str]) -> list[str]:
-        """The words with underscores in option names, and flags without values; words after `--` stay unchanged.
+        """The words with options as they are spelled here, and flags without values; words after `--` stay unchanged.
 
-        `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`.
+        `--top_k=3` becomes `--top-k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no-force`.
         """
-        flags = {f"--{action.dest}" for action in self._actions if isinstance(action, ActionYesNo)}
+        spelled = {name.replace("_", "-"): name for name in self._option_string_actions}
+        flags = {name for name, action in self._option_string_actions.items() if isinstance(action, ActionYesNo)}
         end = list(argv).index("--") if "--" in argv else len(argv)
         words: list[str] = []
         flag = ""  # the previous word, if it is a boolean flag that a value may follow
         for word in argv[:end]:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
-                name = f"--{name[2:].replace('-', '_')}"
+                name = spelled.get(name.replace("_", "-"), name)
             if flag and word in ("true", "false"):
                 name, value = words.pop(), word
             flag = name if name in flags and not equals + value else ""
             if name in flags and value in ("true", "false"):
-                name, equals, value = (name if value == "true" else f"--no_{name[2:]}"), "", ""
+                name, equals, value = (name if value == "true" else f"--no-{name[2:]}"), "", ""
             words.append(f"{name}{equals}{value}")
         return [*words, *argv[end:]]
 
@@ -228,7 +247,7 @@ def reason(message: str) -> str:
             message = f"expected {_types(complaints)}" + (f", got {given[1]}" if given else "")
             break
         message = complaints[0]
-    keys += _KEY.findall(message)
+    keys = [key for key in [*keys, *_KEY.findall(message)] if key != "config"]
     message = _CALLABLE.sub(r"\1", _KEY.split(message)[-1])
     single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
     if single is not None:

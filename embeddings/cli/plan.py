@@ -15,10 +15,11 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
+from embeddings.callbacks.gradcache import KEPT_FRACTION
 from embeddings.callbacks.run_record import run_logger
-from embeddings.cli.fit import Changes, Checked, CheckingCLI, TrainerCLI, run_trainer, use_tiny_model
+from embeddings.cli.fit import Changes, Checked, CheckingCLI, TrainerCLI, module_class, run_trainer, use_tiny_model
 from embeddings.cli.trainer import print_to_stderr, start_checks
-from embeddings.common import InputError, OptionError, TextSettings, UserError
+from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.checkpoint_file import peek_checkpoint
 from embeddings.common.distributed import count_values, planning_for
 from embeddings.common.errors import run_checks
@@ -27,8 +28,6 @@ from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
 from embeddings.data.store import borrowed_cache
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.losses import InfoNCE
-from embeddings.losses.tiles import scores_at_once
 from embeddings.mining.clusters import CLUSTER_SIZE
 from embeddings.mining.gpu_search import MEMORY_GIB, kept_documents, search_sizes
 from embeddings.mining.negatives import NegativeRules
@@ -36,18 +35,7 @@ from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
 from embeddings.modules.base import BaseModule, ContrastiveModule
-from embeddings.modules.masked_lm import MaskedLMModule
-from embeddings.training.plan import (
-    LossSize,
-    Plan,
-    Setting,
-    StrategyName,
-    Texts,
-    plan_step,
-    trace,
-    trace_embedder,
-    without_data,
-)
+from embeddings.training.plan import Plan, Setting, StrategyName, Texts, plan_step, without_data
 
 GIB, GB = 2**30, 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
@@ -106,11 +94,13 @@ def plan(argv: Sequence[str]) -> None:
     print_to_stderr("building the model without its weights")
     with TemporaryDirectory() as folder:
         module = build(parser, run, options["model_config"], Path(folder))
-    setting = setting_of(run, options["gpus"])
-    is_quantised = bool((run.model.init_args.get("backbone") or {}).get("quantization"))
+    setting = setting_of(run, options["gpus"], options["gpu_memory_gb"] * GB)
+    backbones = [run.model.init_args.get(name) for name in module_class(run).backbones]
+    is_quantised = any(backbone.get("quantization") for backbone in backbones if backbone is not None)
     print_to_stderr("counting the operations of a step")
     with without_data(module):
-        texts, loss = trace_run(module, run, setting, options)
+        lengths = options["query_tokens"], options["document_tokens"]
+        texts, loss = module.planned_step(run.data.init_args, setting, *lengths)
     cost = plan_step(module, texts, loss, setting, module.state_per_weight())
     print("\n".join(lines(module, cost, texts, run, setting, options)))
     if is_quantised:
@@ -121,7 +111,8 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
     """The run's module on the meta device, built from the backbones' configs only."""
     model: Any = run.model.init_args
     start = model.pop("initial_model", None)
-    for name in ("backbone", "first_stage_backbone"):
+    kind = module_class(run)
+    for name in kind.backbones:
         if model.get(name) is None:
             continue
         if model_config is None:
@@ -140,9 +131,8 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
         write_structure(structure, config)
         for option, value in {"name": str(structure), "revision": None, "compile": False, "quantization": None}.items():
             model[name][option] = value
-    if model.get("masking") is not None:
-        # The mask token must be in the vocabulary of the structure's tokenizer.
-        model.masking.mask_token = "_" if model.objective == "mntp" else None
+    for name, value in kind.tokenizer_arguments(model).items():
+        model[name] = value
     # Only the model: callbacks and strategies may need hardware or files that this machine lacks.
     only_model = Namespace(model=run.model)  # type: ignore[no-untyped-call]
     with torch.device("meta"):
@@ -151,13 +141,14 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
     return module
 
 
-def setting_of(run: Any, gpus: int | None) -> Setting:
+def setting_of(run: Any, gpus: int | None, gpu_bytes: float) -> Setting:
     """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
     ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
     caches = [each for each in trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
     options: Any = caches[-1].init_args if caches else {}
     kept = options.get("kept_gib")
+    is_auto = kept == "auto" and options.get("kept_fraction") is None
     half = any(str(trainer.precision).startswith(kind) for kind in ("bf16", "16"))
     return Setting(
         num_ranks=ranks,
@@ -165,8 +156,9 @@ def setting_of(run: Any, gpus: int | None) -> Setting:
         half_products=half,
         mini_batch_tokens=options.get("mini_batch_tokens"),
         mini_batch_texts=options.get("mini_batch_texts"),
-        # `auto` depends on the free memory, which is not known here.
         kept_gib=float(kept) if isinstance(kept, int | float) else 0.0,
+        kept_share=KEPT_FRACTION if is_auto else 0.0,
+        gpu_bytes=gpu_bytes,
         accumulated=int(trainer.accumulate_grad_batches),
     )
 
@@ -181,42 +173,6 @@ def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
         if name.endswith("FSDP2Strategy"):
             return "fsdp2"
     return "ddp" if num_ranks > 1 else "single"
-
-
-def trace_run(module: BaseModule, run: Any, setting: Setting, options: dict[str, Any]) -> tuple[list[Texts], LossSize]:
-    """The texts of one rank's batch with their cost, and the size of its loss; call it inside `without_data`."""
-    data, half = run.data.init_args, setting.half_products
-    if isinstance(module, MaskedLMModule):
-        language_model, length = module.language_model, int(data.row_length)
-
-        def states(count: int) -> torch.Tensor:
-            ids_NL = torch.zeros(count, length, dtype=torch.int64)
-            states_TH: torch.Tensor = language_model(ids_NL, ids_NL, module.task.separate_documents, False)
-            return states_TH
-
-        masking = run.model.init_args.masking
-        share = 1.0 if module.task.objective == "causal" else float(0.15 if masking is None else masking.probability)
-        cost = trace(language_model, states, half)
-        width, columns = int(language_model.model.config.hidden_size), language_model.vocab_size
-        rows = round(share * data.batch_size * length)
-        tile = int(run.model.init_args.head.tile_logits)
-        return [Texts("rows", data.batch_size, length, cost)], LossSize(rows, columns, width, tile)
-    if not isinstance(module, ContrastiveModule):
-        raise OptionError("model", type(module).__name__, "is not planned", "use a contrastive or a language model")
-    queries = int(data.batch_size)
-    text = TextSettings(**vars(data.text) if data.text else {}).following(module.text)
-    documents = queries * (1 + int(data.num_negatives))
-    query_tokens = options["query_tokens"] or int(text.query_max_length)
-    document_tokens = options["document_tokens"] or int(text.document_max_length)
-    texts = trace_embedder(module.embedder, queries, documents, query_tokens, document_tokens, half)
-    loss: InfoNCE = module.loss
-    gathers = loss.gather_across_devices and loss.in_batch_negatives != "off"
-    width = sum(loss.widths or (module.embedder.embedding_dim,))
-    columns = documents * (setting.num_ranks if gathers else 1)
-    # The plan is for GPUs, also if it is made on a CPU.
-    tile = scores_at_once(loss.tile_size, "cuda")
-    gathered = columns if gathers else 0
-    return texts, LossSize(queries, columns, width, tile, queries + documents, gathered)
 
 
 def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | None, str]:
@@ -303,7 +259,7 @@ def run_rows(
     rank_tokens = sum(text.count * text.tokens for text in texts if text.name != "context documents")
     tokens = rank_tokens * setting.num_ranks * setting.accumulated
     steps, why = num_steps(run, setting, options["pairs"])
-    unit = "rows" if isinstance(module, MaskedLMModule) else "pairs"
+    unit = module.row_unit
     rows = [[f"{unit} per step", f"{pairs:,}"], ["tokens per step, at most", f"{tokens:,}"]]
     if steps is None:
         rows.append(["steps", f"not known: {why}"])
@@ -373,10 +329,10 @@ class RunCheck(TrainerCLI):
 
         If the model cannot be loaded, a tiny one takes its place, so that data and callbacks are checked too.
         """
-        arguments: Any = self.config.model.get("init_args")
-        backbone = None if arguments is None else arguments.get("backbone")
-        if backbone is not None and backbone.get("quantization") and not torch.cuda.is_available():
-            backbone["quantization"] = None
+        arguments: Any = self.config.model.get("init_args") or {}
+        for name in () if torch.cuda.is_available() else module_class(self.config).backbones:
+            if arguments.get(name) is not None:
+                arguments[name].quantization = None
         try:
             super().instantiate_classes()
         except UserError as error:
@@ -399,8 +355,11 @@ class RunCheck(TrainerCLI):
         )
 
     def after_instantiate_classes(self) -> None:
-        """Run the checks of all parts and collect their errors, then read the data and print what the run would do."""
+        """Run the checks of all parts and collect their errors."""
         self._raise_errors(*start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path))
+
+    def run_command(self) -> None:
+        """Read the data and print what the run would do."""
         trainer, module, data = self.trainer, self.model, self.datamodule
         with ExitStack() as stack:
             stack.enter_context(planning_for(trainer.world_size))
@@ -427,7 +386,8 @@ class RunCheck(TrainerCLI):
         """The run's model, data, hardware and paths."""
         module, config, trainer, data = self.model, self.config, self.trainer, self.datamodule
         model = self.config_dump["model"]["init_args"]
-        name = (model.get("backbone") or {}).get("name")
+        backbones = [model.get(name) for name in module_class(self.config).backbones]
+        name = next((backbone["name"] for backbone in backbones if backbone), None)
         total = parameter_counts(module).total
         trained = count_values(weight for weight in module.parameters() if weight.requires_grad)
         counts = f"{total:,} parameters, {trained:,} of them trained and {total - trained:,} frozen"

@@ -1,40 +1,222 @@
 """`sweep`: runs of one recipe with different values of config keys, one after another or as an array of tasks."""
 
 import csv
+import ctypes
+import hashlib
+import itertools
 import json
+import math
+import os
+import random
+import re
+import shlex
 import signal
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any, Literal
 
+from embeddings.cli.configs import Config, chooses, expand_recipe, located, read_configs, read_yaml
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.sweep_file import SEED_KEY, Metric, Point, Sweep, is_number, label, next_point, read_sweep
-from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, holder, runs_of, settings_hash, train
+from embeddings.cli.parser import OneLineParser
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
-from embeddings.common.errors import refuse_given, require
-from embeddings.common.io import atomic_path, file_lock, require_own_output, write_json
-from embeddings.common.process import (
-    EXIT_RESUMABLE,
-    STOP_SIGNALS,
-    answer,
-    handle_preemption,
-    is_first_process,
-    num_processes,
-)
+from embeddings.common.errors import CHECKOUT, program, refuse_given, require
+from embeddings.common.io import atomic_path, file_lock, read_json_or_empty, require_own_output
+from embeddings.common.process import EXIT_RESUMABLE, is_first_process, num_processes
 from embeddings.common.text import format_table
+from embeddings.figures.run_facts import metrics_path, read_curves
 
-if TYPE_CHECKING:
-    from embeddings.figures.curves import Dot
+Point = dict[str, Any]
+
+SEED_KEY = "seed_everything"
+# Each point becomes a folder and a table row; more are a mistake, and would not fit in memory.
+MAX_POINTS = 100_000
+# Python's arguments that start the command line; -P keeps the current folder out of the import path.
+COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
+# The last columns of the CSV file of results.
+RESULT_COLUMNS = ("last", "best", "best_step", "seconds", "status", "folder")
+
+_CLASS_PATH = re.compile(r"(?:\w+\.)+[A-Z]\w*")
+_RANGE = "a range is {low: NUMBER, high: NUMBER}, with log: true or int: true"
 
 
-class RunFailed(UserError):
-    """Failed runs, with the exit code of the first."""
+@dataclass(frozen=True)
+class Metric:
+    """The metric that compares points: a column of `metrics.csv`, its direction, and which value of a run counts."""
 
-    def __init__(self, line: str, exit_code: int) -> None:
-        super().__init__(line)
-        self.exit_code = exit_code
+    column: str = "val/ndcg_at_10"
+    mode: Literal["max", "min"] = "max"
+    value: Literal["last", "best"] = "last"
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """The keys of a sweep file; the content of `parameters` is checked separately."""
+
+    parameters: dict[str, Any]
+    recipe: str | None = None
+    configs: list[str] | None = None
+    method: Literal["grid", "random", "tpe"] = "grid"
+    num_runs: int | None = None
+    seed: int = 0
+    metric: Metric = Metric()
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run of a point: its index from 0, the config keys that it sets, its folder, and its arguments of `fit`."""
+
+    index: int
+    point: Point
+    folder: Path
+    words: list[str]
+
+    @property
+    def part(self) -> Path:
+        """The folder of the newest process, with its `run.json`."""
+        found = self.folder.rglob("run.json")
+        return max(found, key=lambda path: path.stat().st_mtime_ns, default=self.folder / "run.json").parent
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return read_json_or_empty(self.part / "run.json")
+
+    @property
+    def is_done(self) -> bool:
+        return (self.record.get("end") or {}).get("how") == "finished"
+
+    def curves(self) -> dict[str, dict[int, float]]:
+        """The finite values of each logged column, by step."""
+        curves = read_curves(self.part) if metrics_path(self.part).is_file() else {}
+        steps = {name: zip(*curve, strict=True) for name, curve in curves.items()}
+        finite = {name: {step: value for step, value in pairs if math.isfinite(value)} for name, pairs in steps.items()}
+        return {name: curve for name, curve in finite.items() if curve}
+
+
+class Sweep:
+    """A sweep file, read and checked. A run's folder is `output/SWEEP/RECIPE-HASH`, with a hash of its settings.
+
+    `method: grid` (the default) combines all values of the lists in `parameters`; the last one varies fastest. `random`
+    and `tpe` draw `num_runs` points by Optuna's samplers, from lists or ranges. A point of `random` depends on `seed`
+    and its index only. `tpe` proposes each point from the metrics of earlier runs, and keeps the points in a journal in
+    the sweep's folder.
+
+    Source: Bergstra et al. 2011, Algorithms for Hyper-Parameter Optimization, section 4, by Optuna's `TPESampler`.
+    """
+
+    def __init__(self, path: Path, output: Path) -> None:
+        self.path, self.folder = path, output / path.stem
+        self.file = _read(path)
+        self.names = short_names(list(self.file.parameters))
+        configs = self.file.configs or expand_recipe(["--recipe", str(self.file.recipe)])[1::2]
+        self.config_words = [word for config in configs for word in ("--config", config)]
+        contents = [read_configs(config) for config in configs]
+        self.contents = [content for _, content in itertools.chain(*contents)]
+        self.recipe = self.file.recipe or _method_config(configs, contents)
+        self.distributions = self._distributions()
+        self.num_points = self.file.num_runs or math.prod(map(len, self.file.parameters.values()))
+        if self.num_points > MAX_POINTS:
+            raise InputError(str(path), f"makes {self.num_points} points, more than {MAX_POINTS}", "vary fewer values")
+
+    def _distributions(self) -> dict[str, Any]:
+        """Optuna's distribution of each parameter; empty for a grid. Checks the values."""
+        is_grid = self.file.method == "grid"
+        number = self.file.num_runs
+        if is_grid != (number is None) or (number is not None and number < 1):
+            rule = "has no effect on method grid" if is_grid else f"must be >= 1, got {number}"
+            raise InputError(f"{self.path}: num_runs", rule, "leave it out" if is_grid else "give the number of points")
+        kinds: Any = None if is_grid else require("optuna", "optuna").distributions
+        drawn: dict[str, Any] = {}
+        for key, source in self.file.parameters.items():
+            where = f"{self.path}: parameters.{key}"
+            if isinstance(source, dict) and not is_grid:
+                drawn[key] = _range(kinds, where, **source)
+                continue
+            if not isinstance(source, list) or not source:
+                raise InputError(where, f"must be a list of values, got {source!r}", "list at least one")
+            # Optuna's choices must be texts or numbers, but values may be mappings.
+            texts = [json.dumps(value, sort_keys=True) for value in source]
+            if len(set(texts)) < len(texts):
+                raise InputError(where, f"contains a value twice: {', '.join(texts)}", "leave one out")
+            if not is_grid:
+                drawn[key] = kinds.CategoricalDistribution(texts)
+        return drawn
+
+    def run(self, index: int) -> Run:
+        """The run of a point; a missing point of `tpe` is proposed."""
+        parameters, seed = self.file.parameters, random.Random(f"{self.file.seed}/{index}").getrandbits(31)
+        if self.file.method == "grid":
+            values = next(itertools.islice(itertools.product(*parameters.values()), index, None))
+            return self._run(index, dict(zip(parameters, values, strict=True)))
+        samplers: Any = require("optuna", "optuna").samplers
+        if self.file.method == "random":
+            return self._run_of(index, self._study(samplers.RandomSampler(seed=seed)).ask(self.distributions))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # The ranks of one task, and all tasks, must see the same point of an index.
+        with file_lock(self._journal.with_suffix(".lock")):
+            study = self._study(samplers.TPESampler(seed=seed), is_stored=True)
+            self._tell_results(study)
+            trial = self._trials(study).get(index)
+            if trial is None:
+                trial = study.ask(self.distributions)
+                trial.set_user_attr("index", index)
+        return self._run_of(index, trial)
+
+    def runs(self) -> list[Run]:
+        """The runs of all points; for `tpe` of those proposed so far."""
+        if self.file.method != "tpe":
+            return [self.run(index) for index in range(self.num_points)]
+        trials = self._trials(self._study(None, is_stored=True)) if self._journal.exists() else {}
+        return [self._run_of(index, trial) for index, trial in sorted(trials.items())]
+
+    def _run_of(self, index: int, trial: Any) -> Run:
+        is_list = {key: isinstance(source, list) for key, source in self.file.parameters.items()}
+        values = {key: json.loads(value) if is_list[key] else value for key, value in trial.params.items()}
+        return self._run(index, values)
+
+    def _run(self, index: int, point: Point) -> Run:
+        folder = self.folder / f"{self.recipe}-{_hash(self.contents, point)}"
+        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in point.items()]
+        return Run(index, point, folder, ["fit", *self.config_words, *words, f"--run-dir={folder}", "--ckpt_path=auto"])
+
+    @property
+    def _journal(self) -> Path:
+        about = [self.file.parameters, self.file.seed, asdict(self.file.metric)]
+        return self.folder / f"{_hash(self.contents, about)}.journal"
+
+    def _study(self, sampler: Any, is_stored: bool = False) -> Any:
+        optuna: Any = require("optuna", "optuna")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        storage = None
+        if is_stored:
+            journal = optuna.storages.journal.JournalFileBackend(str(self._journal))
+            storage = optuna.storages.JournalStorage(journal)
+        direction = f"{self.file.metric.mode}imize"
+        return optuna.create_study(
+            storage=storage, sampler=sampler, study_name="sweep", direction=direction, load_if_exists=True
+        )
+
+    @staticmethod
+    def _trials(study: Any) -> dict[int, Any]:
+        return {trial.user_attrs["index"]: trial for trial in study.trials if "index" in trial.user_attrs}
+
+    def _tell_results(self, study: Any) -> None:
+        """Tell the study the metrics of runs that have finished since the last proposal."""
+        for index, trial in self._trials(study).items():
+            run = self._run_of(index, trial)
+            if not trial.state.is_finished() and run.is_done:
+                study.tell(trial.number, Result(run, self.file.metric).value)
+
+    def title(self, run: Run) -> str:
+        values = ", ".join(f"{self.names[key]}={label(value)}" for key, value in run.point.items())
+        return f"point {run.index} of {self.num_points}: {values}"
 
 
 def sweep(
@@ -47,313 +229,317 @@ def sweep(
 ) -> None:
     """Train the unfinished runs of a sweep; to resume, run the same command again.
 
-    A run's folder is `output/SWEEP/RECIPE-HASH` with a hash of its settings, so an edited config makes new runs. A
-    finished run has a `done.json`. An interrupted run resumes from its newest checkpoint.
+    A run's folder is `output/SWEEP/RECIPE-HASH` with a hash of its settings, so an edited config makes new runs. An
+    interrupted run resumes from its newest checkpoint.
 
     Args:
-        file: The sweep file: `recipe` or `configs`, `method` (grid, list, random or tpe), `parameters`, `metric`, and
+        file: The sweep file: `recipe` or `configs`, `method` (grid, random or tpe), `parameters`, `metric`, and
             for random and tpe `num_runs` and `seed`. lightning_configs/sweeps/ has examples.
         index: The only point to run, from 0, such as `$SLURM_ARRAY_TASK_ID`; default all, one after another.
         count: Whether to print only the number of points.
         dry_run: Whether to print only each point's folder and `fit` command.
-        results: Whether to write the results of the finished runs as a table, a CSV file and a plot beside it: `true`
-            for `results.csv` in the sweep's folder, or the CSV file to write.
+        results: Whether to write the results of the finished runs as a table and a CSV file: `true` for `results.csv`
+            in the sweep's folder, or the CSV file to write.
         output: The folder of all sweeps.
     """
     if sum(map(bool, (count, dry_run, results))) > 1:
         raise OptionError("sweep", "several", "accepts one of --count, --dry-run and --results", "leave the others out")
-    plan = read_sweep(file)
-    if count or results:
-        refuse_given({"index": index}, "has no effect on --count and --results")
+    plan = Sweep(file, output)
+    if count or dry_run or results:
+        refuse_given({"index": index}, "has no effect on --count, --dry-run and --results")
     if index is not None and not 0 <= index < plan.num_points:
         raise OptionError("index", index, f"must be from 0 to {plan.num_points - 1}", "choose another point")
     if count:
         print(plan.num_points)
-        return
-    if plan.search is not None:
-        is_read = dry_run or results or index is None
-        plan = with_proposed(plan, file, output, None if is_read else index + 1)  # type: ignore[operator]
-    runs = runs_of(plan, output)
-    if plan.search is not None and index is not None and index >= len(runs):
-        rule = f"must be below {len(runs)}, the number of points proposed so far"
-        raise OptionError("index", index, rule, "run the sweep first")
-    if results:
-        path = output / plan.name / "results.csv" if isinstance(results, bool) else results
-        if path.suffix.lower() == ".png":
-            raise OptionError("results", str(path), "must be the CSV file", "end it in .csv; the plot is beside it")
-        collect(plan, runs, path, file)
-        return
-    if dry_run:
-        chosen = runs if index is None else [runs[index]]
-        check_runs(plan, file, chosen)
-        for run in chosen:
-            print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
-        if plan.search is not None and index is None and len(runs) < plan.num_points:
+    elif results:
+        collect(plan, plan.folder / "results.csv" if isinstance(results, bool) else results)
+    elif dry_run:
+        runs = plan.runs()
+        check_runs(plan, runs, set())
+        for run in runs:
+            line = f"{program()} {shlex.join(run.words)}"
+            print(f"{plan.title(run)} ({Result(run, plan.file.metric).status})\n  {run.folder}\n  {line}")
+        if len(runs) < plan.num_points:
             print(f"{plan.num_points - len(runs)} more points depend on the results of earlier ones")
-        return
-    if index is None and num_processes() > 1:
+    elif index is not None:
+        become(plan, plan.run(index))
+    elif num_processes() > 1:
         rule = f"must be given if {num_processes()} processes train together"
         raise OptionError("index", None, rule, "start one process, or one job for each point")
-    train_missing(plan, file, output, index)
+    else:
+        train_missing(plan)
 
 
-def with_proposed(plan: Sweep, file: Path, output: Path, count: int | None = None) -> Sweep:
-    """A search with the points proposed so far, or with `count` points; missing ones are proposed.
-
-    Proposals are saved in `points-HASH.json`, so that later calls and other processes have the same points.
-    """
-    assert plan.search is not None
-    about = [asdict(plan.metric), plan.search.seed, plan.search.parameters]
-    path = output / plan.name / f"points-{settings_hash(plan.contents, {'search': about})}.json"
-
-    def proposed() -> list[Point]:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-
-    if count is None:
-        return replace(plan, points=tuple(proposed()))
-    require("optuna", "optuna")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path.with_suffix(".lock")):
-        points = proposed()
-        while len(points) < count:
-            runs = runs_of(replace(plan, points=tuple(points)), output)
-            metric = logged_metric(runs, plan.metric)
-            values = {result.run.index: result.value(metric) for result in results_of(runs, metric, file)}
-            tried = [(point, values[position]) for position, point in enumerate(points)]
-            points.append(next_point(plan.search, metric.mode, tried))
-            write_json(path, points)
-    return replace(plan, points=tuple(points))
-
-
-def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
-    """Check the arguments of runs as `fit` does; runs that differ from earlier ones only in numbers are skipped."""
+def check_runs(plan: Sweep, runs: Sequence[Run], seen: set[tuple[str, str]]) -> None:
+    """Check the arguments of runs as `fit` does; runs that differ from those `seen` only in numbers are skipped."""
     from embeddings.cli.fit import check_arguments
 
-    seen: set[tuple[str, str]] = set()
     for run in runs:
-        # In a list, each point may combine its keys differently.
-        new = {(key, type(value).__name__ if is_number(value) else label(value)) for key, value in run.point.items()}
-        if new <= seen and plan.method != "list":
+        new = {(key, type(value).__name__ if _is_number(value) else label(value)) for key, value in run.point.items()}
+        if new <= seen:
             continue
         seen |= new
         try:
             check_arguments(run.words)
         except UserError as error:
-            raise ConfigError(f"{file}: point {run.index}: {error}") from error
+            raise ConfigError(f"{plan.path}: point {run.index}: {error}") from error
 
 
-def train_missing(plan: Sweep, file: Path, output: Path, index: int | None) -> None:
-    """Train the unfinished runs, or the one of `index`; all are checked before the first starts.
-
-    The points of a search depend on earlier results, so each is checked when it is proposed. A failed run gives the
-    search no value; the same command trains it again.
-    """
-    runs = runs_of(plan, output)
-    runs = runs if index is None else [runs[index]]
-    missing = [run for run in runs if run.status != "done"]
-    if len(missing) < len(runs):
-        print(f"{len(runs) - len(missing)} of {plan.num_points if index is None else 1} done already")
-
-    def following() -> Iterator[Run]:
-        """Each unfinished run, as soon as its point is proposed."""
-        for position in range(plan.num_points):
-            run = runs_of(with_proposed(plan, file, output, position + 1), output)[position]
-            if run.status != "done":
-                check_runs(plan, file, [run])
-                yield run
-
-    if plan.search is not None and index is None:
-        train_each(plan, following())
+def become(plan: Sweep, run: Run) -> None:
+    """Replace this process by the `fit` of a point, so that signals, requeueing and exit codes are those of `fit`."""
+    title = plan.title(run)
+    if run.is_done:
+        print(f"{title}: done already")
         return
-    with handle_preemption():
-        check_runs(plan, file, missing)
-    train_each(plan, missing)
+    if is_first_process():
+        print(f"{title}\n  {run.folder}", flush=True)
+    os.execv(sys.executable, fit_command(run))
 
 
-def train_each(plan: Sweep, runs: Iterable[Run]) -> None:
-    """Train checked runs one after another; failed runs raise an error after the others are done.
+def fit_command(run: Run) -> list[str]:
+    """The command of a run, started by the installed command if this process is one."""
+    called = Path(sys.argv[0])
+    is_installed = called.name == "embeddings" and called.is_file()
+    return [sys.executable, *([str(called)] if is_installed else COMMAND), *run.words]
 
-    The sweep ends when a run ends with code 75: that run has requeued the job. If a signal arrives while no run can
-    handle it, the sweep handles it.
+
+class RunFailed(UserError):
+    """Failed runs, with the exit code of the first."""
+
+    def __init__(self, line: str, exit_code: int) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code
+
+
+def train_missing(plan: Sweep) -> None:
+    """Train the unfinished runs one after another; failed runs raise an error after the others are done.
+
+    All points are checked before the first starts; those of `tpe` as they are proposed. The sweep ends after a signal,
+    and after a run that ends with code 75, because that run has requeued the job.
     """
-    codes: dict[int, int] = {}
-    busy: list[Run] = []
-    with SignalForwarder() as forwarder:
-        for run in runs:
-            code = train_alone(plan, run, forwarder)
-            if code is None:
-                busy.append(run)
+    seen, codes = set[tuple[str, str]](), dict[int, int]()
+    with Children.forwarding() as children:
+        if plan.file.method != "tpe":
+            check_runs(plan, [run for run in plan.runs() if not run.is_done], seen)
+        for index in range(plan.num_points):
+            run = plan.run(index)
+            if run.is_done:
                 continue
-            codes[run.index] = code
-            if code == EXIT_RESUMABLE:
-                line = f"point {run.index} was stopped; run the same command again to resume"
-                raise PreemptedError(line if is_first_process() else "", code)
-            if code and forwarder.received:
-                raise stopped(run, forwarder.received[0], code)
+            check_runs(plan, [run], seen)
+            print(f"{plan.title(run)}\n  {run.folder}", flush=True)
+            code = codes[index] = children.run(fit_command(run))
+            if code == EXIT_RESUMABLE or (code and children.received):
+                raise PreemptedError(f"stopped at point {index}; run the same command again to resume", code)
+    if len(codes) < plan.num_points:
+        print(f"{plan.num_points - len(codes)} of {plan.num_points} were done before")
     failed = {index: code for index, code in codes.items() if code}
     if failed:
         which = ", ".join(f"point {index} with exit code {code}" for index, code in failed.items())
         fix = "see the lines above, then run the same command to train them again"
         raise RunFailed(f"{len(failed)} of {len(codes)} runs failed: {which}; {fix}", next(iter(failed.values())))
-    if busy:
-        what = f"{holder(busy[0].folder)} trains point {busy[0].index}"
-        raise InputError(str(busy[0].folder), what, "wait for it, then run the same command again")
 
 
-def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder) -> int | None:
-    """Train a run unless another process trains it or has finished it; returns its exit code, or None.
-
-    The first rank decides, while the other ranks already start. If it skips the run it fails, so that the launcher ends
-    the waiting ranks: torchrun always, srun with `--kill-on-bad-exit=1`.
-    """
-    if not is_first_process():
-        return train(run, None, forwarder)
-    with exclusive(run.folder) as lock:
-        if lock is None:
-            print(f"{title(plan, run)}: {holder(run.folder)} trains it", flush=True)
-            return None
-        if run.status == "done":
-            if num_processes() > 1:
-                what = f"another process has just finished point {run.index}"
-                raise InputError(str(run.folder), what, "nothing is left to do")
-            return 0
-        print(f"{title(plan, run)}\n  {run.folder}", flush=True)
-        return train(run, lock, forwarder)
+# Signals that a cluster or terminal sends to end a job, or to make it save a checkpoint.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LIBC = ctypes.CDLL(None)
+# The option's number in Linux's sys/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
-def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
-    """The exception that ends the sweep after a signal; `code` is the run's exit code."""
-    point, hint = f"point {run.index}", "run the same command again to resume"
-    if number in STOP_SIGNALS and code == 128 + number:
-        return answer(number, f"stopped at {point}; {hint}", None, is_first_process())
-    how = "was stopped by" if code == 128 + number else f"ended with exit code {code} after"
-    return RunFailed(f"{point} {how} {number.name}; {hint}", code)
+class Children:
+    """Runs commands one after another, passes signals on to the running one, and starts none after a signal."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    @contextmanager
+    def forwarding(cls) -> Iterator["Children"]:
+        """Inside, signals do not end this process."""
+        children = cls()
+        previous = {number: signal.signal(number, children._forward) for number in FORWARDED}
+        try:
+            yield children
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command; returns its exit code, or 128 plus the signal's number if one killed it or came before."""
+        if self.received:
+            return 128 + self.received[0]
+        # A separate process group: Ctrl-C reaches the run only once, from here, and does not kill a run that is saving.
+        ends = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
+        self._process = subprocess.Popen(words, process_group=0, preexec_fn=ends)
+        for number in self.received:  # those that came while the process started
+            self._process.send_signal(number)
+        code = self._process.wait()
+        self._process = None
+        return code if code >= 0 else 128 - code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
 
-def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
-    """Print the results of the finished runs, write them as CSV, and draw them beside it."""
-    from embeddings.figures import check_output, draw_sweep
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this new process when its parent is killed; no other process would end it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    plan = replace(plan, metric=logged_metric(runs, plan.metric))
-    results, metric = results_of(runs, plan.metric, file), plan.metric
-    print(result_table(results, plan.names, metric))
+
+class Result:
+    """The result of a run: status, last and best value of the metric, the step of the best, and the last duration."""
+
+    def __init__(self, run: Run, metric: Metric) -> None:
+        self.run, record = run, run.record
+        self.status = "done" if run.is_done else "unfinished" if record else "missing"
+        self.last: float | None = None
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.seconds: float | None = None
+        if self.status == "done":
+            start, end = (datetime.fromisoformat(time) for time in (record["started"], record["end"]["time"]))
+            self.seconds = (end - start).total_seconds()
+            curves = run.curves()
+            if metric.column not in curves:
+                what = f"point {run.index} has not logged {metric.column!r}"
+                raise InputError("metric.column", what, f"it must be one of {', '.join(curves) or 'none'}")
+            values = curves[metric.column]
+            choose = max if metric.mode == "max" else min
+            self.best_step = choose(values, key=lambda step: values[step])
+            self.best, self.last = values[self.best_step], values[max(values)]
+        self.value = self.last if metric.value == "last" else self.best
+
+    def labels(self, keys: Sequence[str]) -> list[str]:
+        return [label(self.run.point[key]) for key in keys]
+
+
+def collect(plan: Sweep, path: Path) -> None:
+    """Print the results of the finished runs, from best to worst, and write them as CSV; missing values are empty."""
+    runs, metric = plan.runs(), plan.file.metric
+    columns = {column for run in runs if run.is_done for column in run.curves()}
+    if metric == Metric() and metric.column not in columns:  # no evaluation
+        metric = Metric("train/loss", "min")
+    sign = 1 if metric.mode == "min" else -1
+    results = [Result(run, metric) for run in runs]
+    results.sort(key=lambda result: math.inf if result.value is None else sign * result.value)
     num_done = sum(result.status == "done" for result in results)
     if not num_done:
-        raise InputError(str(file), f"none of its {plan.num_points} runs is done", "run the sweep first")
-    means = seed_table(results, plan.names, metric)
-    print(f"\n{means}" if means else "", f"\n{num_done} of {plan.num_points} done", sep="")
-    picture = path.with_suffix(".png")
+        raise InputError(str(plan.path), f"none of its {plan.num_points} runs is done", "run the sweep first")
+    keys, names = list(plan.names), list(plan.names.values())
+    rows: list[list[Any]] = [["point", *names, *RESULT_COLUMNS]]
+    for each in results:
+        measured = [each.last, each.best, each.best_step, each.seconds, each.status, str(each.run.folder)]
+        rows.append([each.run.index, *each.labels(keys), *measured])
+    _print_table(rows)
+    others = [key for key in keys if key != SEED_KEY]
+    if SEED_KEY in keys and others:
+        groups: dict[tuple[str, ...], list[float]] = {}
+        for each in results:
+            if each.value is not None:
+                groups.setdefault(tuple(each.labels(others)), []).append(each.value)
+        deviations = [statistics.stdev(values) if len(values) > 1 else None for values in groups.values()]
+        means: list[list[Any]] = [
+            [*labels, statistics.mean(values), deviation, len(values)]
+            for (labels, values), deviation in zip(groups.items(), deviations, strict=True)
+        ]
+        means.sort(key=lambda row: sign * row[-3])
+        _print_table([[*(plan.names[key] for key in others), "mean", "standard deviation", "seeds"], *means])
+    print(f"{num_done} of {plan.num_points} done, by {metric.column} ({metric.value})")
     require_own_output(path, ",".join(RESULT_COLUMNS))
-    check_output(picture)
-    write_results(results, plan.names, path)
-    heading = f"{plan.name}: {num_done} of {plan.num_points} runs"
-    draw_sweep(dots(plan, results), f"{metric.column} ({metric.value})", metric.mode, heading, picture)
-    print(f"wrote {path} and {picture}")
-
-
-def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
-    """The finished runs for the plot: the value of each varied key, and the metric."""
-    varied = {key: name for key, name in plan.names.items() if key != SEED_KEY} or plan.names
-    finished: list[Dot] = []
-    for result in results:
-        value, point = result.value(plan.metric), result.run.point
-        settings = {name: point[key] for key, name in varied.items() if key in point}
-        values = {name: content if is_number(content) else label(content) for name, content in settings.items()}
-        if plan.method == "list":  # its keys vary together
-            values = {"point": ", ".join(f"{name}={label(content)}" for name, content in values.items())}
-        if value is not None:
-            finished.append((values, value))
-    return finished
-
-
-def title(plan: Sweep, run: Run) -> str:
-    values = ", ".join(f"{plan.names[key]}={label(value)}" for key, value in run.point.items())
-    return f"point {run.index} of {plan.num_points}: {values}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a run: the metric's last and best value, the step of the best, and the last process's duration."""
-
-    run: Run
-    status: str
-    last: float | None
-    best: float | None
-    best_step: int | None
-    seconds: float | None
-
-    def value(self, metric: Metric) -> float | None:
-        return self.last if metric.value == "last" else self.best
-
-    def labels(self, keys: Iterable[str]) -> list[str]:
-        return [label(self.run.point[key]) if key in self.run.point else "-" for key in keys]
-
-
-def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
-    """The metric; the training loss if the metric is the default and no run has logged it (no evaluation)."""
-    columns = {column for run in runs for column in (run.record() or {"metrics": {}})["metrics"]}
-    is_absent = metric == Metric() and metric.column not in columns
-    return Metric("train/loss", "min") if is_absent and "train/loss" in columns else metric
-
-
-def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
-    """The results of a sweep's runs, from best to worst, then those without a value; the metric must be logged."""
-    results, columns = [], set()
-    for run in runs:
-        record = run.record() or {"metrics": {}, "seconds": None}
-        columns |= set(record["metrics"])
-        summary = record["metrics"].get(metric.column, {})
-        last, best, step = (summary.get(name) for name in ("last", metric.mode, f"{metric.mode}_step"))
-        results.append(Result(run, run.status, last, best, step, record["seconds"]))
-    if any(result.status == "done" for result in results) and metric.column not in columns:
-        what = f"no run has logged {metric.column!r}"
-        raise InputError(f"{file}: metric", what, f"column must be one of {', '.join(sorted(columns)) or 'none'}")
-    return sorted(results, key=lambda result: metric.rank(result.value(metric)))
-
-
-def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
-    """The results as a table, a row for each point."""
-    rows = [["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]]
-    for result in results:
-        step, seconds = (None if value is None else f"{value:.0f}" for value in (result.best_step, result.seconds))
-        folder = None if result.status == "missing" else result.run.folder.name
-        measured = [_digits(result.last), _digits(result.best), step or "-", seconds or "-"]
-        rows.append([str(result.run.index), *result.labels(names), *measured, result.status, folder or "-"])
-    return format_table(rows, "<")
-
-
-def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str | None:
-    """The mean and standard deviation over seeds, as a table; None if only the seed, or no seed, is varied."""
-    others = {key: name for key, name in names.items() if key != SEED_KEY}
-    if SEED_KEY not in names or not others:
-        return None
-    groups: dict[tuple[str, ...], list[float]] = {}
-    for result in results:
-        value = result.value(metric)
-        groups.setdefault(tuple(result.labels(others)), []).extend([] if value is None else [value])
-    means = {labels: statistics.mean(values) if values else None for labels, values in groups.items()}
-    rows = [[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"]]
-    for labels in sorted(means, key=lambda labels: metric.rank(means[labels])):
-        values = groups[labels]
-        deviation = f"±{_digits(statistics.stdev(values))}" if len(values) > 1 else "-"
-        rows.append([*labels, _digits(means[labels]), deviation, str(len(values))])
-    return format_table(rows, "<")
-
-
-# The last columns of the CSV file of results.
-RESULT_COLUMNS = ("last", "best", "best_step", "seconds", "status", "folder")
-
-
-def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
-    """Write the results as CSV, atomically; missing values are empty."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["point", *names, *RESULT_COLUMNS])
-        for result in results:
-            values = [label(result.run.point[key]) if key in result.run.point else None for key in names]
-            measured: list[Any] = [result.last, result.best, result.best_step, result.seconds]
-            writer.writerow([result.run.index, *values, *measured, result.status, result.run.folder])
+        csv.writer(file).writerows(rows)
+    print(f"wrote {path}")
 
 
-def _digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+def _print_table(rows: Sequence[Sequence[Any]]) -> None:
+    def text(value: Any) -> str:
+        return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    print(format_table([[text(value) for value in row] for row in rows], "<"), end="\n\n")
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """A short name for each key: as few of its last parts as make it unique."""
+    parts = {key: [part for part in key.split(".") if part not in ("init_args", "class_path")] or [key] for key in keys}
+    names = {}
+    for key in keys:
+        others = [".".join(parts[other]) for other in keys if other != key]
+        candidates = [".".join(parts[key][-count:]) for count in range(1, len(parts[key]) + 1)]
+        unique = [name for name in candidates if not any(f".{other}".endswith(f".{name}") for other in others)]
+        names[key] = unique[0] if unique else key
+    return names
+
+
+def label(value: Any) -> str:
+    """A short text for a value; a class is shown by its name, without modules, and its arguments."""
+    if isinstance(value, str):
+        return value.rpartition(".")[2] if _CLASS_PATH.fullmatch(value) else value
+    if isinstance(value, Mapping):
+        arguments = value.get("init_args") if "class_path" in value else value
+        inner = ", ".join(f"{key}={label(content)}" for key, content in (arguments or {}).items())
+        return label(value["class_path"]) + (f"({inner})" if inner else "") if "class_path" in value else f"{{{inner}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(label, value))}]"
+    return json.dumps(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read(path: Path) -> SweepFile:
+    place = Path(located(str(path)))
+    if not place.is_file():
+        fix = "give a sweep file, such as lightning_configs/sweeps/pooling.yaml"
+        raise InputError(str(path), "no such file", fix)
+    content = read_yaml(place, str(path))
+    if not isinstance(content, dict):
+        raise InputError(str(path), f"must be a mapping, got {content!r}", "write it as KEY: VALUE")
+    parser = OneLineParser()
+    parser.add_class_arguments(SweepFile, None)
+    try:
+        parsed = parser.parse_object({**content, "parameters": {}})
+    except ConfigError as error:
+        # Replace the parser's hint, which is about the options of a command.
+        keys = ", ".join(SweepFile.__dataclass_fields__)
+        raise ConfigError(f"{path}: {re.sub('--help .*', f'the keys are {keys}', str(error))}") from error
+    parameters = content.get("parameters")
+    if not isinstance(parameters, dict) or not parameters:
+        rule = f"must map config keys to values, got {parameters!r}"
+        raise InputError(f"{path}: parameters", rule, "give at least one key")
+    file = SweepFile(**{**vars(parsed), "parameters": parameters, "metric": Metric(**vars(parsed.metric))})
+    if bool(file.recipe) == bool(file.configs):
+        raise InputError(str(path), "needs either recipe or configs", "give a recipe, or a list of config files")
+    return file
+
+
+def _method_config(configs: Sequence[str], contents: Sequence[Sequence[Config]]) -> str:
+    """The name of the config that chooses the method, directly or through one that it includes; else of the last."""
+    for config, included in zip(configs, contents, strict=True):
+        if any(chooses(content, "model") for _, content in included):
+            return Path(config).stem
+    return Path(configs[-1]).stem
+
+
+def _range(kinds: Any, where: str, low: Any = None, high: Any = None, **options: bool) -> Any:
+    """Optuna's distribution of a range, both ends included."""
+    is_int = options.pop("int", False)
+    expected = int if is_int else (int, float)
+    is_valid = isinstance(low, expected) and isinstance(high, expected) and -math.inf < low < high < math.inf
+    try:
+        if not is_valid:
+            raise ValueError(f"low: {low}, high: {high}")
+        return kinds.IntDistribution(low, high, **options) if is_int else kinds.FloatDistribution(low, high, **options)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(where, f"is not a range of numbers ({error})", _RANGE) from error
+
+
+def _hash(contents: Any, settings: Any) -> str:
+    """Ten digits of a hash of the configs, in order, and further settings."""
+    text = json.dumps([contents, settings], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:10]

@@ -43,7 +43,7 @@ from embeddings.common.process import block_signals, exit_description
 PROGRESS_DELAY_SECONDS = 2.0
 # Interval of progress lines if standard error is not a terminal.
 LINE_SECONDS = 30.0
-_SET_TASK = "set --task_index and --num_tasks"
+_SET_TASK = "set --task-index and --num-tasks"
 
 MakeShard = Callable[[int, Path], None]
 

@@ -1,5 +1,6 @@
 """Tiny random replacements of real models: the same architecture with small sizes, and a tokenizer built in code."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def write_stand_in(folder: Path, config: PretrainedConfig, head: HeadKind | None
     with replaced_folder(folder) as new, quiet_transformers():
         model.save_pretrained(new)
         stand_in_tokenizer(config).save_pretrained(new)
+
+
+def stand_in_scratch(settings: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
+    """The tokenizer, written to a folder, and the settings of a tiny model that is made from its settings."""
+    write_stand_in(folder / "tokenizer", tiny_architecture(architecture(PACKAGED_NAME)))
+    small = {name: min(value, TINY[name]) for name, value in settings.items() if name in TINY}
+    return str(folder / "tokenizer"), {**settings, **small}
 
 
 def write_structure(folder: Path, config: PretrainedConfig) -> None:

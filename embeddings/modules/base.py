@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -43,15 +44,19 @@ from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
 from embeddings.losses import InfoNCE
+from embeddings.losses.tiles import scores_at_once
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.backbone import compile_layers, is_compiled
 from embeddings.models.directory import read_model_directory, read_text_settings
+from embeddings.models.language_model import HeadKind
 from embeddings.models.lora import frozen_weights, is_four_bit
 from embeddings.models.model_files import FrozenBase, resolve_model
+from embeddings.models.stand_in import TINY
 from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
 from embeddings.modules.distillation import VectorTeacher
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
+from embeddings.training.plan import LossSize, Setting, Texts, trace_embedder
 from embeddings.training.strategy import shard, training_strategy
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -72,10 +77,42 @@ class BaseModule(KeepsArguments, L.LightningModule):
 
     Determinism: the random choices of a step (dropout) depend on (seed, epoch, batch, rank) only, so a resumed run
     makes the same choices as an uninterrupted one.
+
+    `--stand-in` and `plan` read what follows from the class; `arguments` are those of its constructor in a config.
     """
 
     # The method and its paper, for the report of a run.
     title = ""
+    # Arguments that are a `BackboneConfig`.
+    backbones: ClassVar[tuple[str, ...]] = ("backbone",)
+    # Upper limits of arguments in a stand-in run.
+    stand_in_limits: ClassVar[Mapping[str, int]] = {"schedule.warmup_steps": 2}
+    # What the data module's rows are, in a plan.
+    row_unit: ClassVar[str] = "pairs"
+
+    @classmethod
+    def head_kind(cls, arguments: Any) -> HeadKind | None:
+        """The language modelling head that the backbone needs, if any."""
+        return None
+
+    @classmethod
+    def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
+        """Arguments of a stand-in run, with dotted names, besides those of the backbones; may write to a folder."""
+        return {}
+
+    @classmethod
+    def tokenizer_arguments(cls, arguments: Any) -> dict[str, Any]:
+        """Arguments, with dotted names, that depend on the tokenizer, for that of a stand-in."""
+        return {}
+
+    def planned_step(
+        self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None
+    ) -> tuple[list[Texts], LossSize]:
+        """The texts of a rank's batch with their cost, and the size of its loss, for `plan`.
+
+        The module is on the meta device, inside `without_data`. `data` are the arguments of the data module.
+        """
+        raise OptionError("model", type(self).__name__, "is not planned", "use a contrastive or a language model")
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
         super().__init__()
@@ -370,6 +407,28 @@ class ContrastiveModule(BaseModule):
         self.vector_teacher: VectorTeacher | None = None
         self.grad_cache: GradCache | None = None
         self._first_batches: list[Tensor] | None = []
+
+    @classmethod
+    def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
+        widths = arguments.get("loss.init_args.widths")
+        if not widths:
+            return {}
+        return {"loss.init_args.widths": [width * TINY["hidden_size"] // max(widths) for width in widths]}
+
+    def planned_step(
+        self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None
+    ) -> tuple[list[Texts], LossSize]:
+        queries = int(data.batch_size)
+        documents = queries * (1 + int(data.num_negatives))
+        text = TextSettings(**vars(data.text) if data.text else {}).following(self.text)
+        lengths = int(query_tokens or text.query_max_length), int(document_tokens or text.document_max_length)
+        texts = trace_embedder(self.embedder, queries, documents, *lengths, setting.half_products)
+        width = sum(self.loss.widths or (self.embedder.embedding_dim,))
+        columns = documents * (setting.num_ranks if self.batch_needs.gathers_candidates else 1)
+        # The plan is for GPUs, also if it is made on a CPU.
+        tile = scores_at_once(self.loss.tile_size, "cuda")
+        gathered = columns if self.batch_needs.gathers_candidates else 0
+        return texts, LossSize(queries, columns, width, tile, queries + documents, gathered)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

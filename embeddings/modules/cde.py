@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -156,6 +156,12 @@ class CDEModule(ContrastiveModule):
     """
 
     title = "contextual document embeddings (CDE, Morris and Rush 2024, arXiv:2410.02525)"
+    backbones = ("backbone", "first_stage_backbone")
+    stand_in_limits: ClassVar = {
+        "schedule.warmup_steps": 2,
+        "first_stage_training.word_steps": 2,
+        "context.num_context": 4,
+    }
     made_for = ("ClusteredBatchSampler", "batches and contexts mix topics; run `cluster` and set the sampler")
     embedder: ContextualEmbedder
     read_batch: ContrastiveBatch

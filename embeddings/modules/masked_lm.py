@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -31,8 +32,10 @@ from embeddings.models.language_model import (
 )
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import FrozenBase, resolve_model
+from embeddings.models.stand_in import stand_in_scratch
 from embeddings.modules.base import BaseModule, OptimizerFactory
 from embeddings.training.optim import Schedule
+from embeddings.training.plan import LossSize, Setting, Texts, trace
 
 Objective = Literal["mlm", "mntp", "causal"]
 
@@ -170,6 +173,42 @@ class MaskedLMModule(BaseModule):
     """
 
     title = "masked language modelling, to adapt a backbone"
+    row_unit = "rows"
+
+    @classmethod
+    def head_kind(cls, arguments: Any) -> HeadKind:
+        return _head_kind(arguments.objective)
+
+    @classmethod
+    def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
+        scratch = arguments.get("from_scratch")
+        if scratch is None:
+            return {}
+        tokenizer, settings = stand_in_scratch(scratch.settings, folder)
+        return {"from_scratch.tokenizer": tokenizer, "from_scratch.settings": settings}
+
+    @classmethod
+    def tokenizer_arguments(cls, arguments: Any) -> dict[str, Any]:
+        if arguments.get("masking") is None:
+            return {}
+        # A decoder's stand-in tokenizer has no mask token.
+        return {"masking.mask_token": "_" if arguments.objective == "mntp" else None}
+
+    def planned_step(
+        self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None
+    ) -> tuple[list[Texts], LossSize]:
+        length, model = int(data.row_length), self.language_model
+
+        def states(count: int) -> Tensor:
+            ids_NL = torch.zeros(count, length, dtype=torch.int64)
+            states_TH: Tensor = model(ids_NL, ids_NL, self.task.separate_documents, False)
+            return states_TH
+
+        masking = self.task.masking
+        num_targets = round((1.0 if masking is None else masking.probability) * data.batch_size * length)
+        texts = Texts("rows", data.batch_size, length, trace(model, states, setting.half_products))
+        tile = self._tile_positions * model.vocab_size
+        return [texts], LossSize(num_targets, model.vocab_size, int(model.model.config.hidden_size), tile)
 
     def __init__(
         self,
@@ -190,8 +229,7 @@ class MaskedLMModule(BaseModule):
         source = _source(objective, backbone, from_scratch, masking)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            kind: HeadKind = "masked" if objective == "mlm" else "causal"
-            model, tokenizer = load_language_model(source, kind, head.new, has_lora=lora is not None)
+            model, tokenizer = load_language_model(source, _head_kind(objective), head.new, has_lora=lora is not None)
             causal, backbone_model = objective == "causal", model.base_model
             assert isinstance(backbone_model, PreTrainedModel)
             if causal:
@@ -276,6 +314,10 @@ class MaskedLMModule(BaseModule):
         if self.task.separate_documents and size is not None and size < row_length:
             rule = f"must be <= {size}, the window of the sliding attention layers, with separate_documents"
             raise OptionError("data.row_length", row_length, rule, "lower it, or set separate_documents: false")
+
+
+def _head_kind(objective: Objective) -> HeadKind:
+    return "masked" if objective == "mlm" else "causal"
 
 
 def _source(

@@ -91,6 +91,7 @@ class Setting:
         half_products: Whether autocast computes matrix products in 16 bits.
         mini_batch_tokens: GradCache's limit; None without GradCache.
         kept_gib: GradCache's memory for kept graphs, in GiB.
+        kept_share: The same as a fraction of the memory that is free after a step, of a GPU with `gpu_bytes`.
         accumulated: Batches per optimiser step.
     """
 
@@ -100,6 +101,8 @@ class Setting:
     mini_batch_tokens: int | None = None
     mini_batch_texts: int | None = None
     kept_gib: float = 0.0
+    kept_share: float = 0.0
+    gpu_bytes: float = 0.0
     accumulated: int = 1
 
 
@@ -173,12 +176,13 @@ def plan_step(
     chunks = [text.cost.graph.each * size for text, size, _ in towers]
     again = max(text.cost.again.each * size for text, size, _ in towers)
     all_graphs = sum(chunk * count for chunk, (_, _, count) in zip(chunks, towers, strict=True))
+    memory = _state_bytes(module, setting, state_per_weight)
     kept = 1.0
     if setting.mini_batch_tokens is not None:
-        budget = setting.kept_gib * 2**30
+        free = max(0.0, setting.gpu_bytes - sum(memory.values()))
+        budget = setting.kept_gib * 2**30 + setting.kept_share * free
         # The last graph is kept even without a budget.
         kept = min(1.0, max(budget / all_graphs, 1 / num_mini_batches)) if all_graphs else 1.0
-    memory = _state_bytes(module, setting, state_per_weight)
     # FSDP2 and ZeRO use 16-bit weights directly.
     if setting.strategy not in _SHARES_STATE:
         memory["casts of weights, shared by graphs"] = max(text.cost.unchecked.shared for text in texts)

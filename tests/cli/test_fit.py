@@ -1,4 +1,4 @@
-"""`fit`: merging of configs, output, log lines held back until training starts, and stand-ins."""
+"""`fit`: merging of configs, output, warnings held back until training starts, and stand-ins."""
 
 import logging
 import warnings
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.fit import Checked, HeldLogs, check_arguments, run_trainer
+from embeddings.cli.fit import Checked, check_arguments, held_messages, run_trainer
 from embeddings.cli.main import main
 from tests.helpers.refusals import assert_refused, refused
 from tests.helpers.runs import run_config, write_config
@@ -135,56 +135,21 @@ def test_early_stopping_on_an_unknown_metric_is_reported_in_one_line(tmp_path, c
     assert "train/loss" in line
 
 
-@pytest.fixture
-def written():
-    """The lines that Lightning's loggers write."""
-    lines = []
-
-    class Lines(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handlers = {name: Lines() for name in ("lightning.pytorch", "lightning.fabric")}
-    for name, handler in handlers.items():
-        logging.getLogger(name).addHandler(handler)
-    yield lines
-    for name, handler in handlers.items():
-        assert handler in logging.getLogger(name).handlers
-        logging.getLogger(name).removeHandler(handler)
-
-
-def note(text, level=logging.INFO):
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").log(level, text)
-
-
-def test_log_lines_are_dropped_if_training_never_starts_except_with_a_warning(written):
-    with HeldLogs().holding():
-        note("GPU available")
-        logging.getLogger("lightning.fabric.utilities.seed").info("Seed set to 0")
-    note("later")
-    assert written == ["later"]
-    with HeldLogs().holding():
-        note("GPU available")
-        note("something is odd", logging.WARNING)
-        assert written[1:] == ["GPU available", "something is odd"]
-
-
-def test_log_lines_and_warnings_are_written_when_training_starts_and_then_at_once(written, recwarn):
+def test_warnings_are_held_back_until_training_starts_and_dropped_after_an_error(recwarn):
     warnings.simplefilter("always")
-    before = warnings.showwarning
-    for begins in (False, True):
-        logs = HeldLogs()
-        with logs.holding():
+    with held_messages():
+        warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
+        logging.getLogger("lightning.pytorch").info("GPU available")
+        assert len(recwarn) == 0
+    assert [str(warning.message) for warning in recwarn] == ["this trainer is slow"]
+
+    def failing():
+        with held_messages():
             warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
-            note("GPU available")
-            assert (written, len(recwarn)) == ([], 0)
-            if begins:
-                logs.setup(None, None, "fit")
-                assert written[0] == "GPU available"
-                assert [str(warning.message) for warning in recwarn] == ["this trainer is slow"]
-                note("Trainer.fit stopped")
-                assert written[-1] == "Trainer.fit stopped"
-        assert warnings.showwarning is before
+            raise ConfigError("no such file")
+
+    refused(ConfigError, "no such file", failing)
+    assert len(recwarn) == 1
 
 
 def small(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:

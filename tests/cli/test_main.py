@@ -99,7 +99,7 @@ def test_options_positional_arguments_and_dataclass_fields_reach_the_function(li
 
 
 def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
-    for option, shown in (("--print_config", "coats: 1"), ("--help", "--is_warm, --no_is_warm")):
+    for option, shown in (("--print_config", "coats: 1"), ("--help", "--is-warm, --no-is-warm")):
         with pytest.raises(SystemExit) as stop:
             run_command("paint", ["red", option])
         assert stop.value.code == 0
@@ -119,11 +119,10 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
         ("red --config none.yaml", "--config none.yaml: no such file"),
         ("red --config other.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
         ("red --config empty.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
-        ("red --config twice.yaml", "the key 'coats' occurs twice"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_function_runs(line, says, calls, tmp_path):
-    texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n", "twice": "coats: 1\ncoats: 2\n"}
+    texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises((ConfigError, ValueError)) as caught:

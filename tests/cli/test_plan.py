@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from embeddings.cli import fit
 from embeddings.cli.configs import read_recipes
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
@@ -131,7 +132,11 @@ def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.Ca
     cache = component("GradCacheCallback", mini_batch_tokens=64)
     config = ["--config", small(tmp_path, callbacks=[cache]), "--model.backbone.name", "nobody/nothing"]
     table = planned(capsys, *config, "--model-config", str(tmp_path / "backbone" / "config.json"))
-    assert table["GradCache"] == "8 mini-batches, 12% of the graphs kept"
+    # By default half of the free memory keeps graphs; the last graph is kept without any.
+    assert table["GradCache"] == "8 mini-batches, 100% of the graphs kept"
+    model = ["--model-config", str(tmp_path / "backbone" / "config.json")]
+    full = planned(capsys, *config, *model, "--gpu-memory-gb=1e-6")
+    assert full["GradCache"] == "8 mini-batches, 12% of the graphs kept"
     assert main(["plan", *config]) == 2
     assert "nobody/nothing: is not on this machine, and its architecture is unknown" in capsys.readouterr().err
 
@@ -159,6 +164,13 @@ def test_a_bad_option_is_refused_in_a_line(
     assert says in said.err
     # The hint is about `plan`, not about `fit`.
     assert " fit --config " not in said.err
+
+
+def test_the_command_line_names_no_option_of_a_method() -> None:
+    options = ("first_stage", "from_scratch", "masking", "objective", "num_context", "MaskedLM", "CDE", "MoE", "MGH")
+    for name in ("fit", "plan"):
+        text = (Path(fit.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+        assert [option for option in options if option in text] == []
 
 
 GPUS = {"accelerator": "gpu", "devices": 8, "num_nodes": 2, "strategy": "ddp", "precision": "bf16-mixed"}

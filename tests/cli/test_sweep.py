@@ -1,184 +1,246 @@
-"""The sweep through the command line, with tiny runs in this process; signals, locks and failed runs."""
+"""Sweeps through the command line: their files, points and results, and runs that fail, resume or are stopped."""
 
 import csv
 import json
+import math
 import os
-import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
-import lightning as L
 import pytest
+import yaml
 
-from embeddings.cli import sweep_runs
+from embeddings.cli import sweep as module
 from embeddings.cli.main import main
-from embeddings.cli.sweep_runs import FORWARDED, SignalForwarder, exclusive
-from embeddings.common import PreemptedError
-from tests.callbacks.preempted_runs import fake_scontrol
+from embeddings.cli.sweep import Children, Sweep, short_names
+from embeddings.common import UserError
 from tests.helpers.forks import fork
-from tests.helpers.refusals import assert_refused
+from tests.helpers.refusals import assert_refused, refused
+from tests.helpers.runs import run_config, write_config
 from tests.helpers.waiting import wait_for
 
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
-
-
-class Killed(BaseException):
-    """An exception that the command line does not catch."""
-
-
-class CutShort(L.Callback):
-    """Stops a run at an optimiser step, as a kill does."""
-
-    step = None
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            raise Killed
+# In place of `fit`: notes its folder in `ran.txt`, writes a record and the loss, which is the sum of the values of `a`
+# and a tenth of the seed, and ends as `endings.json` says for its point.
+FIT = """
+import json, os, signal, sys, time
+from pathlib import Path
+words = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
+folder = Path(words["run_dir"] if "run_dir" in words else words["run-dir"])
+with open("ran.txt", "a") as file:
+    file.write(f"{folder}\\n")
+position = len(Path("ran.txt").read_text().splitlines()) - 1
+ending = json.loads(Path("endings.json").read_text()).get(str(position), [0])
+for number in ending[1:]:
+    signal.signal(number, signal.SIG_IGN)
+    os.kill(os.getppid(), number)
+    time.sleep(0.3)
+if ending[0] > 128:
+    signal.signal(ending[0] - 128, signal.SIG_DFL)
+    os.kill(os.getpid(), ending[0] - 128)
+run = folder / "version_0"
+run.mkdir(parents=True, exist_ok=True)
+loss = float(words.get("a", 0)) + float(words.get("seed_everything", 0)) / 10
+(run / "metrics.csv").write_text(f"epoch,step,train/loss\\n0,0,{loss + 1}\\n0,1,{loss}\\n")
+end = {"how": "failed" if ending[0] else "finished", "time": "2026-01-01T00:01:00"}
+(run / "run.json").write_text(json.dumps({"started": "2026-01-01T00:00:00", "end": end}))
+sys.exit(ending[0])
+"""
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """The `fit` commands that were run, in this process instead of a new one."""
-    lines = []
+def sweep_file(tmp_path):
+    """Writes a sweep of tiny runs; returns its path."""
+    path = write_config(tmp_path, run_config(tmp_path), "tiny.yaml")
 
-    def run(forwarder, words, inherited):
-        lines.append(words[2:])
-        try:
-            return main(list(words[2:]))
-        except Killed:
-            return 137
+    def write(parameters, **more):
+        content = {"configs": [path], "parameters": parameters, "metric": {"column": "train/loss", "mode": "min"}}
+        (tmp_path / "tried.yaml").write_text(yaml.safe_dump(content | more, sort_keys=False))
+        return "tried.yaml"
 
-    monkeypatch.setattr(SignalForwarder, "run", run)
-    return lines
+    return write
 
 
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir())
+@pytest.fixture
+def faked(tmp_path, monkeypatch):
+    """Runs `FIT` for each point, without checks; a function gives its folders so far, and sets endings by position."""
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "fit.py").write_text(FIT)
+    monkeypatch.setattr(module, "COMMAND", [str(tmp_path / "fit.py")])
+    monkeypatch.setattr(module, "check_runs", lambda *_: None)
+
+    def ran(endings=None):
+        if endings is not None or not Path("endings.json").exists():
+            Path("endings.json").write_text(json.dumps(endings or {}))
+        return Path("ran.txt").read_text().splitlines() if Path("ran.txt").exists() else []
+
+    ran()
+    return ran
+
+
+def points(path):
+    return [run.point for run in Sweep(Path(path), Path("out")).runs()]
+
+
+def test_a_grid_is_every_combination_and_the_last_key_varies_fastest(sweep_file):
+    file = sweep_file({"b": [1, 2], "a": ["x", "1e-5x", None]})
+    assert points(file) == [{"b": b, "a": a} for b in (1, 2) for a in ("x", "1e-5x", None)]
+    Path(file).write_text(Path(file).read_text().replace("1e-5x", "1e-5"))
+    assert points(file)[1] == {"b": 1, "a": 1e-5}
+
+
+def test_a_random_point_depends_only_on_seed_and_index(sweep_file):
+    pytest.importorskip("optuna")
+    parameters = {
+        "a": {"low": 1e-5, "high": 1e-1, "log": True},
+        "b": ["x", {"class_path": "y.Z"}],
+        "c": {"low": 1, "high": 4, "int": True},
+    }
+    search = {"method": "random", "num_runs": 40, "seed": 3}
+    found = points(sweep_file(parameters, **search))
+    assert points(sweep_file(parameters, **search | {"num_runs": 45}))[:40] == found
+    assert points(sweep_file(parameters, **search | {"seed": 4})) != found
+    assert {json.dumps(point["b"]) for point in found} == {'"x"', '{"class_path": "y.Z"}'}
+    assert {point["c"] for point in found} == {1, 2, 3, 4}
+    assert all(-5 <= math.log10(point["a"]) <= -1 for point in found)
+    assert sum(math.log10(point["a"]) < -3 for point in found) == pytest.approx(20, abs=9)
+
+
+def test_a_run_is_named_after_the_recipe_or_the_config_that_chooses_the_method(sweep_file, tmp_path):
+    file = Path(sweep_file({"a": [1]}))
+    (tmp_path / "scale.yaml").write_text("trainer: {devices: 2}\n")
+    (tmp_path / "named.yaml").write_text("config: tiny.yaml\n")
+    for content, name in (
+        ({"configs": ["named.yaml", "scale.yaml"]}, "named"),
+        ({"configs": ["scale.yaml"]}, "scale"),
+        ({"recipe": "mgh_h100x1"}, "mgh_h100x1"),
+    ):
+        file.write_text(yaml.safe_dump({**content, "parameters": {"a": ["x y"], "d": [None], "e": [{"f": 1}]}}))
+        (run,) = Sweep(file, Path("out")).runs()
+        assert run.folder.parent == Path("out/tried")
+        assert run.folder.name.startswith(f"{name}-")
+    ending = ["--a=x y", "--d=null", '--e={"f": 1}', f"--run-dir={run.folder}", "--ckpt_path=auto"]
+    assert run.words[-5:] == ending
+
+
+def test_a_short_name_has_as_few_parts_as_make_it_unique():
+    keys = [TEMPERATURE, "model.init_args.router.temperature", "model.init_args.pooling.class_path", "a.lr"]
+    assert list(short_names(keys).values()) == ["loss.temperature", "router.temperature", "pooling", "lr"]
+
+
+ONE, RANDOM = {"a": [1]}, {"method": "random", "num_runs": 2}
+UNPARSED = [
+    ("a: [1,", "not a YAML file"),
+    ("[1]", "must be a mapping"),
+    ({"parametres": {}}, "'parametres' is not accepted; did you mean parameters"),
+    ({"recipe": "quickstart", "parameters": ONE}, "needs either recipe or configs"),
+    ({"configs": ["nope.yaml"], "parameters": ONE}, r"nope\.yaml: no such file"),
+    ({"method": "bayes", "parameters": ONE}, "method: expected 'grid', .*, got bayes"),
+    ({"parameters": ONE, "metric": {"mode": "most"}}, "metric.mode: expected 'max', 'min', got most"),
+    ({"parameters": {}}, "parameters: must map config keys"),
+    ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
+    ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: contains a value twice"),
+    ({"parameters": {f"a{key}": list(range(10)) for key in range(10)}}, "makes 10000000000 points, more than"),
+    ({"parameters": ONE, "num_runs": 3}, "num_runs: has no effect on method grid"),
+    ({**RANDOM, "parameters": ONE, "num_runs": 0}, "num_runs: must be >= 1, got 0"),
+    ({**RANDOM, "parameters": ONE, "seed": "x"}, "seed: expected int, got x"),
+]
+for _source in ("{low: 1}", "{low: 2, high: 2}", "{low: 0, high: .inf}", "{low: '0', high: 2}", "{low: 0, hihg: 2}"):
+    UNPARSED.append(({**RANDOM, "parameters": {"a": yaml.safe_load(_source)}}, r"parameters\.a: is not a range of "))
+for _source in ("{low: 0, high: 2, log: true}", "{low: 0.5, high: 2, int: true}"):
+    UNPARSED.append(({**RANDOM, "parameters": {"a": yaml.safe_load(_source)}}, r"parameters\.a: is not a range of "))
+
+
+@pytest.mark.parametrize(("content", "says"), UNPARSED)
+def test_an_invalid_sweep_file_is_refused_with_the_key(content, says, tmp_path):
+    pytest.importorskip("optuna")
+    (tmp_path / "scale.yaml").write_text("trainer: {devices: 2}\n")
+    whole = {"configs": ["scale.yaml"], **content} if isinstance(content, dict) else content
+    Path("tried.yaml").write_text(whole if isinstance(whole, str) else yaml.safe_dump(whole, sort_keys=False))
+    refused(UserError, says, Sweep, Path("tried.yaml"), Path("out"))
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_an_unfinished_point_resumes_and_a_finished_one_is_skipped(sweep_file, ran, tmp_path, monkeypatch, capsys):
-    file = sweep_file({TEMPERATURE: [0.1, 0.2]})
-    assert main(["sweep", file, "--index", "1"]) == 0
-    (whole,) = (tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()
-    assert whole.name.startswith("tiny-")
-    assert names_in(whole) == [".lock", "checkpoints", "done.json", "model", "version_0"]
-    record = json.loads((whole / "done.json").read_text())
-    assert record["point"] == {TEMPERATURE: 0.2}
-    assert record["metrics"]["train/loss"]["last_step"] == 3
-    assert not (tmp_path / "elsewhere").exists()
-    assert not (tmp_path / "run").exists()
-
-    shutil.rmtree(whole)
-    monkeypatch.setattr(CutShort, "step", 3)
-    assert main(["sweep", file, "--index", "1"]) == 137
-    assert "1 of 1 runs failed: point 1 with exit code 137; " in capsys.readouterr().err
-    assert names_in(whole) == [".lock", "checkpoints", "version_0"]
-    monkeypatch.setattr(CutShort, "step", None)
-    assert main(["sweep", file, "--index", "1"]) == 0
-    assert ran[2][-2:] == ["--ckpt_path", str(Path("checkpoints/sweeps/tried", whole.name, "checkpoints/last.ckpt"))]
-    resumed = json.loads((whole / "done.json").read_text())
-    assert resumed["resumed_from"] == ran[2][-1]
-    assert resumed["metrics"]["train/loss"] == record["metrics"]["train/loss"]
-    assert main(["sweep", file, "--index", "1"]) == 0
-    assert len(ran) == 3
-    assert "1 of 1 done already" in capsys.readouterr().out
+def test_a_run_writes_only_into_its_folder_and_resumes_there(tmp_path, capsys):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"every_n_train_steps": 1, "save_last": True, "dirpath": "elsewhere/kept"},
+        },
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": "elsewhere/model"}},
+    ]
+    config["trainer"]["logger"] = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": "logs", "name": "mine"},
+    }
+    words = ["fit", "--config", write_config(tmp_path, config), "--run-dir=out/point", "--ckpt_path=auto"]
+    before = {path.name for path in tmp_path.iterdir()}
+    assert main([*words, "--trainer.max_steps=2"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} - before <= {"out", "cache"}
+    names = {path.name for path in (tmp_path / "out/point").iterdir()}
+    assert names == {"kept", "mine", "model"}
+    assert main([*words, "--trainer.max_steps=3"]) == 0
+    assert [path.name for path in (tmp_path / "out/point/mine").iterdir()] == ["version_0"]
+    record = json.loads((tmp_path / "out/point/mine/version_0/run.json").read_text())
+    assert record["resumed_from"].endswith("out/point/kept/last.ckpt")
 
 
-def test_only_unfinished_points_are_run(sweep_file, faked, capsys):
-    folders, _ = faked
+def test_with_an_index_the_command_becomes_the_fit_of_that_point(sweep_file, faked, monkeypatch, capsys):
+    file, commands = sweep_file({"a": [1, 2]}), []
+    monkeypatch.setattr(os, "execv", lambda program, words: commands.append((program, words)))
+    assert main(["sweep", file, "--index", "1"]) == 0
+    ((program, words),) = commands
+    assert (program, words[:3]) == (sys.executable, [sys.executable, *module.COMMAND, "fit"])
+    assert subprocess.run(words).returncode == 0
+    capsys.readouterr()
+    assert main(["sweep", file, "--index", "1"]) == 0
+    assert capsys.readouterr().out == "point 1 of 2: a=2: done already\n"
+    assert len(commands) == len(faked()) == 1
+
+
+def test_only_unfinished_points_are_run_and_a_failed_run_does_not_stop_the_others(sweep_file, faked, capsys):
     file = sweep_file({"a": [1, 2, 3]})
-    assert main(["sweep", file, "--index", "1"]) == 0
+    faked({"0": [70], "1": [2]})
+    assert main(["sweep", file]) == 70
+    assert "2 of 3 runs failed: point 0 with exit code 70, point 1 with exit code 2; " in capsys.readouterr().err
+    folders = faked()
+    assert len(set(folders)) == 3
     assert main(["sweep", file]) == 0
-    assert len(folders) == len(set(folders)) == 3
-    assert "1 of 3 done already\npoint 0 of 3: a=1\n" in capsys.readouterr().out
+    assert faked()[3:] == folders[:2]
     assert main(["sweep", file]) == 0
-    assert main(["sweep", sweep_file({"a": [1, 2, 3, 4]})]) == 0
-    assert len(folders) == 4
+    assert len(faked()) == 5
     text = Path("tiny.yaml").read_text()
-    for edited, number in ((f"{text}# a comment\n", 4), (text.replace("max_steps: ", "max_steps: 1"), 5)):
+    for edited, number in ((f"{text}# a comment\n", 5), (text.replace("max_steps: ", "max_steps: 1"), 8)):
         Path("tiny.yaml").write_text(edited)
-        assert main(["sweep", file, "--index", "0"]) == 0
-        assert len(folders) == number
+        assert main(["sweep", file]) == 0
+        assert len(faked()) == number
 
 
-def test_a_run_that_another_process_trains_is_skipped_and_the_command_fails(sweep_file, faked, capsys):
-    folders, _ = faked
-    file = sweep_file({"a": [1, 2]})
-    assert main(["sweep", file, "--output", "out"]) == 0
-    first, second = folders
-    for folder in folders:
-        (folder / "done.json").unlink()
-    with exclusive(first):
-        assert main(["sweep", file, "--output", "out", "--index", "0"]) == 2
-        owner = f"process {os.getpid()} on {socket.gethostname()}"
-        assert f"error: {first}: {owner} trains point 0; wait for it" in capsys.readouterr().err
-        assert main(["sweep", file, "--output", "out"]) == 2
-    assert folders == [first, second, second]
-    out, err = capsys.readouterr()
-    assert f"point 0 of 2: a=1: {owner} trains it" in out
-    assert f"error: {first}: {owner} trains point 0; wait for it, then run the same command again" in err
-
-
-@pytest.mark.parametrize("variable", ["SLURM_PROCID", "RANK", "LOCAL_RANK"])
-def test_other_ranks_than_the_first_do_not_lock_or_write_records(variable, sweep_file, faked, monkeypatch):
-    folders, endings = faked
+def test_a_point_whose_last_process_did_not_finish_is_run_again(sweep_file, faked):
     file = sweep_file({"a": [1]})
-    endings[0] = (7,)
-    assert main(["sweep", file]) == 7
-    monkeypatch.setenv(variable, "1")
-    with exclusive(folders[0]):
-        assert main(["sweep", file, "--index", "0"]) == 7
-    assert len(folders) == 2
+    assert main(["sweep", file]) == 0
+    later = Path(faked()[0]) / "version_1" / "run.json"
+    later.parent.mkdir()
+    later.write_text(json.dumps({"end": {"how": "interrupted"}}))
+    assert main(["sweep", file]) == 0
+    assert len(faked()) == 2
 
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
 def test_several_processes_need_an_index(variable, sweep_file, faked, monkeypatch, tmp_path, capsys):
-    folders, _ = faked
     file = sweep_file({"a": [1, 2]})
     monkeypatch.setenv(variable, "2")
     says = "error: index must be given if 2 processes train together, got None; "
     assert_refused(capsys, tmp_path, says, main, ["sweep", file])
-    assert main(["sweep", file, "--count"]) == 0
-    assert main(["sweep", file, "--index", "1"]) == 0
-    assert len(folders) == 1
-
-
-@pytest.mark.parametrize(("number", "code"), [("1", 0), ("2", 2)])
-def test_the_first_rank_does_not_leave_the_others_waiting(number, code, sweep_file, faked, monkeypatch, capsys):
-    folders, _ = faked
-    file = sweep_file({"a": [1]})
-    assert main(["sweep", file]) == 0
-    done = folders[0] / "done.json"
-    content = done.read_text()
-    done.unlink()
-    # Another process finishes the point after this one's check, but before its lock.
-    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: done.write_text(content))
-    monkeypatch.setenv("WORLD_SIZE", number)
-    assert main(["sweep", file, "--index", "0"]) == code
-    assert ("another process has just finished point 0; " in capsys.readouterr().err) is bool(code)
-    assert len(folders) == 1
-
-
-def test_a_failed_run_does_not_stop_the_others(sweep_file, faked, capsys):
-    folders, endings = faked
-    file = sweep_file({"a": [1, 2, 3]})
-    endings |= {0: (70,), 1: (2,)}
-    assert main(["sweep", file]) == 70
-    assert "2 of 3 runs failed: point 0 with exit code 70, point 1 with exit code 2; " in capsys.readouterr().err
-    assert len(folders) == 3
-    assert [(folder / "done.json").exists() for folder in folders] == [False, False, True]
 
 
 def test_count_and_dry_run_write_nothing(sweep_file, tmp_path, capsys):
     file = sweep_file({TEMPERATURE: [0.1, 0.2], "seed_everything": [0, 1, 2]})
-    before = names_in(tmp_path)
+    before = sorted(tmp_path.iterdir())
     assert main(["sweep", file, "--count"]) == 0
     assert capsys.readouterr().out == "6\n"
     assert main(["sweep", file, "--dry-run"]) == 0
@@ -187,43 +249,21 @@ def test_count_and_dry_run_write_nothing(sweep_file, tmp_path, capsys):
     assert lines[3] == "point 1 of 6: temperature=0.1, seed_everything=1 (missing)"
     assert lines[4].startswith("  checkpoints/sweeps/tried/tiny-")
     assert lines[5].startswith(f"  python main.py fit --config {tmp_path}/tiny.yaml --{TEMPERATURE}=0.1 --seed_every")
-    assert names_in(tmp_path) == before
-
-
-def test_results_are_a_table_a_csv_and_a_picture(sweep_file, faked, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = sweep_file({"a": [1, 2], "seed_everything": [0, 1]})
-    assert main(["sweep", file, "--index", "2"]) == 0
-    assert main(["sweep", file, "--index", "1"]) == 0
-    assert main(["sweep", file, "--results", "true"]) == 0
-    out = capsys.readouterr().out
-    assert "train/loss last, mean" in out
-    assert "\n2 of 4 done\n" in out
-    folder = tmp_path / "checkpoints" / "sweeps" / "tried"
-    with open(folder / "results.csv", newline="") as rows:
-        found = [(row["point"], row["last"]) for row in csv.DictReader(rows)]
-    assert found[:3] == [("1", "1.1"), ("2", "2.0"), ("0", "")]
-    assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["sweep", file, "--results", "mine/table.csv"]) == 0
-    assert names_in(tmp_path / "mine") == ["table.csv", "table.png"]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("parameters", "more", "panels"),
+    ("parameters", "says"),
     [
-        ({"a": [1, 2], "b": ["x.Y"]}, {}, [{"a": 1, "b": "Y"}, {"a": 2, "b": "Y"}]),
-        ({"seed_everything": [3]}, {}, [{"seed_everything": 3}]),
-        ([{"a": 1, "b": 2}, {"b": 3}], {"method": "list"}, [{"point": "a=1, b=2"}, {"point": "b=3"}]),
+        ({"model.init_args.loss.init_args.temprature": [0.1]}, "point 0: model"),
+        ({TEMPERATURE: [0.1, "warm"]}, "point 1: model"),
+        ({"trainer.max_stepz": [3]}, "point 0: unrecognized arguments: --trainer.max_stepz=3; did you mean"),
     ],
 )
-def test_the_plot_shows_the_varied_keys(parameters, more, panels, sweep_file, faked, monkeypatch):
-    pytest.importorskip("matplotlib")
-    drawn = []
-    monkeypatch.setattr("embeddings.figures.draw_sweep", lambda dots, *_: drawn.extend(values for values, _ in dots))
-    file = sweep_file(parameters, **more)
-    assert main(["sweep", file]) == 0
-    assert main(["sweep", file, "--results", "true"]) == 0
-    assert sorted(drawn, key=str) == sorted(panels, key=str)
+def test_a_wrong_point_is_refused_before_any_run(parameters, says, sweep_file, tmp_path, capsys):
+    file = sweep_file(parameters)
+    for words in ([], ["--dry-run"]):
+        assert_refused(capsys, tmp_path, f"error: tried.yaml: {says}", main, ["sweep", file, *words])
 
 
 @pytest.mark.parametrize(
@@ -231,218 +271,115 @@ def test_the_plot_shows_the_varied_keys(parameters, more, panels, sweep_file, fa
     [
         (["--index", "2"], "index must be from 0 to 1, got 2"),
         (["--count", "--dry-run"], "accepts one of --count, --dry-run and --results"),
-        (["--results", "true", "--index", "0"], "index has no effect on --count and --results"),
-        (["--results", "scores.png"], "results must be the CSV file, got 'scores.png'; end it in .csv; the plot is"),
+        (["--results", "true", "--index", "0"], "index has no effect on --count, --dry-run and --results"),
         (["--results", "true"], "none of its 2 runs is done"),
     ],
 )
 def test_impossible_options_are_refused_and_nothing_is_written(words, says, sweep_file, tmp_path, capsys):
-    file = sweep_file({"a": [1, 2]})
-    assert_refused(capsys, tmp_path, says, main, ["sweep", file, *words])
+    assert_refused(capsys, tmp_path, says, main, ["sweep", sweep_file({"a": [1, 2]}), *words])
 
 
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
-        ({"model.init_args.loss.init_args.temprature": [0.1]}, "point 0: .*'temprature' is not accepted by InfoNCE"),
-        ({TEMPERATURE: [0.1, "warm"]}, "point 1: .*temperature: expected float, got warm"),
-        ({"trainer.max_stepz": [3]}, "point 0: unrecognized arguments: --trainer.max_stepz=3; did you mean"),
-    ],
-)
-def test_a_key_that_no_config_has_is_refused_before_any_run(parameters, says, sweep_file, tmp_path, capsys, ran):
-    file = sweep_file(parameters)
-    before = names_in(tmp_path)
-    for words in ([], ["--dry-run"]):
-        assert main(["sweep", file, *words]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith("error: tried.yaml: ")
-        assert re.search(says, line)
-    assert names_in(tmp_path) == before
-    assert ran == []
+def test_results_are_a_table_from_best_to_worst_the_means_over_seeds_and_a_csv_file(sweep_file, faked, capsys):
+    file = sweep_file({"a": [2, 1], "seed_everything": [0, 2]})
+    faked({"3": [1]})
+    assert main(["sweep", file]) == 1
+    capsys.readouterr()
+    assert main(["sweep", file, "--results", "true"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["point", "a", "seed_everything", *module.RESULT_COLUMNS]
+    assert lines[1][:8] == ["2", "1", "0", "1", "1", "1", "60", "done"]
+    assert [line[0] for line in lines[1:5]] == ["2", "0", "1", "3"]
+    assert lines[4][3:8] == ["-", "-", "-", "-", "unfinished"]
+    assert lines[7:9] == [["1", "1", "-", "1"], ["2", "2.1", "0.1414", "2"]]
+    with open("checkpoints/sweeps/tried/results.csv", newline="") as rows:
+        found = [(row["point"], row["last"]) for row in csv.DictReader(rows)]
+    assert found == [("2", "1.0"), ("0", "2.0"), ("1", "2.2"), ("3", "")]
+    default = sweep_file({"a": [2, 1], "seed_everything": [0, 2]}, metric={})
+    assert main(["sweep", default, "--results", "mine.csv"]) == 0
+    assert "3 of 4 done, by train/loss (last)" in capsys.readouterr().out
+    other = sweep_file({"a": [2, 1], "seed_everything": [0, 2]}, metric={"column": "val/x"})
+    assert main(["sweep", other, "--results", "mine.csv"]) == 2
+    assert "has not logged 'val/x'; it must be one of train/loss" in capsys.readouterr().err
 
 
-# 1 and 2 have the same type; 0.5 and each name are checked. Each point of a list has its own keys.
-SEEN = [
-    ({"a": [1, 2, 0.5], "b": ["x", "y"]}, "grid", [("1", "x"), ("1", "y"), ("0.5", "x")]),
-    ([{"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": "x", "b": "x"}], "list", [("x", "y"), ("y", "x"), ("x", "x")]),
-]
+def test_a_search_trains_each_point_once_and_uses_the_results(sweep_file, faked, capsys):
+    optuna = pytest.importorskip("optuna")
+    search = {"method": "tpe", "num_runs": 3, "seed": 1}
+    parameters = {"a": {"low": 0.0, "high": 1.0}, "b": [{"c": 1}, "x"]}
+    file = sweep_file(parameters, **search)
+    assert main(["sweep", file, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "3 more points depend on the results of earlier ones\n"
+    faked({"1": [7]})
+    assert main(["sweep", file]) == 7
+    found = points_of_search(file)
+    assert len(set(faked())) == 3
+    assert main(["sweep", sweep_file(parameters, **search | {"num_runs": 4})]) == 0
+    assert faked()[3] == faked()[1]
+    assert len(faked()) == 5
+    assert points_of_search(file)[:3] == found
+    (journal,) = Path("checkpoints/sweeps/tried").glob("*.journal")
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    (study,) = optuna.get_all_study_summaries(storage)
+    assert study.best_trial.value == pytest.approx(min(point["a"] for point in found))
 
 
-@pytest.mark.parametrize(("parameters", "method", "expected"), SEEN)
-def test_a_combination_of_values_checked_before_is_not_parsed_again(
-    parameters, method, expected, sweep_file, monkeypatch
-):
-    parsed = []
-    monkeypatch.setattr("embeddings.cli.fit.check_arguments", parsed.append)
-    assert main(["sweep", sweep_file(parameters, method=method), "--dry-run"]) == 0
-    found = [tuple(word[4:] for word in words if word[:4] in ("--a=", "--b=")) for words in parsed]
-    assert found == expected
+def points_of_search(file):
+    return [run.point for run in Sweep(Path(file), Path("checkpoints/sweeps")).runs()]
+
+
+def test_a_task_of_an_array_keeps_its_point_and_ranks_share_it(sweep_file, faked):
+    pytest.importorskip("optuna")
+    file = sweep_file({"a": {"low": 0.0, "high": 1.0}}, method="tpe", num_runs=3)
+    first, second = (Sweep(Path(file), Path("checkpoints/sweeps")) for _ in range(2))
+    assert first.run(2) == second.run(2)
+    assert [run.index for run in second.runs()] == [2]
+    assert main(["sweep", file]) == 0
+    assert len(set(faked())) == 3
+    assert str(first.run(2).folder) in faked()
+
+
+def test_without_the_extra_a_search_is_reported_in_one_line(sweep_file, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    file = sweep_file({"a": {"low": 0.0, "high": 1.0}}, method="tpe", num_runs=4)
+    says = "error: optuna is not installed; run: pip install -e '.[optuna]'"
+    assert_refused(capsys, tmp_path, says, main, ["sweep", file])
 
 
 INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM
 
 
-@pytest.fixture(autouse=True)
-def _own_signals(monkeypatch):
-    """Restores the signal handlers, which a stopped sweep leaves ignored; no SLURM job."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    handlers = {number: signal.getsignal(number) for number in FORWARDED}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize(
-    ("ending", "code", "says"),
-    [
-        ((75, USR1), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
-        # Only the run got the signal, or got it twice.
-        ((75,), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
-        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; run the same command again to resume\n"),
-        # The run did not handle the signal.
-        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; run the same command again to resume\n"),
-        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; run the same command again to resume\n"),
-        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; run the same command again to resume\n"),
-        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; run the same command again to resume\n"),
-        ((130, INT), 130, "interrupted: SIGINT: stopped at point 0; run the same command again to resume\n"),
-        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; run the same command again to resume\n"),
-    ],
+    ("ending", "code"),
+    [([75, USR1], 75), ([75], 75), ([143, TERM], 143), ([130, INT], 130)],
 )
-def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, capsys):
-    folders, endings = faked
-    endings[0] = ending
+def test_a_signal_reaches_the_run_and_ends_the_sweep_with_its_code(ending, code, sweep_file, faked, capsys):
+    handlers = [signal.getsignal(number) for number in module.FORWARDED]
+    faked({"0": [int(number) for number in ending]})
     assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
-    assert capsys.readouterr().err == says
-    assert len(folders) == 1
+    assert capsys.readouterr().err.endswith("stopped at point 0; run the same command again to resume\n")
+    assert len(faked()) == 1
+    assert [signal.getsignal(number) for number in module.FORWARDED] == handlers
 
 
-@pytest.mark.parametrize(("ending", "num_asked"), [((75, USR1), 0), ((138, USR1), 1), ((143, TERM), 1)])
-def test_a_job_is_requeued_once(ending, num_asked, sweep_file, faked, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    asked = fake_scontrol(tmp_path)
-    _, endings = faked
-    endings[0] = ending
-    assert main(["sweep", sweep_file({"a": [1, 2]})]) == 75
-    # A run that ends with 75 has requeued the job itself.
-    assert asked.read_text() == "requeue 12\n" * num_asked
-
-
-# A run that signals the sweep's process and ignores the signal itself.
-LAST_STEP = """
-import os, signal, time
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-os.kill(os.getppid(), signal.SIGUSR1)
-time.sleep(0.2)
-"""
-
-
-def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file, tmp_path, monkeypatch, capsys):
-    (tmp_path / "main.py").write_text(LAST_STEP)
-    monkeypatch.setattr(sweep_runs, "COMMAND", [str(tmp_path / "main.py")])
-    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
+def test_a_signal_at_a_runs_last_step_or_before_the_first_run_starts_no_other(sweep_file, faked, monkeypatch, capsys):
+    faked({"0": [0, int(USR1)]})
     file = sweep_file({"a": [1, 2]})
-    assert main(["sweep", file]) == 75
-    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; run the same command again to resume\n"
-    folders = [*(tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()]
-    assert sorted(len([*folder.iterdir()]) for folder in folders) == [1, 2]  # .lock, and done.json in one
-    # If nothing is left to do, the job is not requeued.
-    assert main(["sweep", file, "--index", "1"]) == 0
-
-
-@pytest.mark.parametrize(("number", "code"), [(USR1, 75), (TERM, 143)])
-def test_a_signal_before_the_first_run_ends_the_sweep(number, code, sweep_file, faked, monkeypatch, capsys):
-    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: os.kill(os.getpid(), number))
-    folders, _ = faked
-    assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
-    assert capsys.readouterr().err == f"preempted: {number.name}: stopped before its first step\n"
-    assert folders == []
-
-
-# A process of a few seconds that ends with code 7 on a signal.
-CHILD = "trap 'exit 7' {number}; touch {ready}; for _ in $(seq 200); do sleep 0.02; done"
-
-
-def handlers():
-    return [signal.getsignal(number) for number in FORWARDED]
-
-
-def send(number):
-    os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
-
-
-def send_once_there(path, number):
-    def wait():
-        while not path.exists():
-            time.sleep(0.01)
-        send(number)
-
-    sender = threading.Thread(target=wait)
-    sender.start()
-    return sender
-
-
-@pytest.mark.parametrize("number", ["INT", "TERM", "HUP", "USR1"])
-def test_signals_are_forwarded(number, tmp_path):
-    ready = tmp_path / "ready"
-    with SignalForwarder() as forwarder:
-        sender = send_once_there(ready, number)
-        assert forwarder.run(["sh", "-c", CHILD.format(number=number, ready=ready)], []) == 7
-        sender.join()
-    assert forwarder.received == [getattr(signal, f"SIG{number}")]
-
-
-def test_a_signal_while_a_process_starts_is_forwarded(tmp_path, monkeypatch):
-    begin = subprocess.Popen
-
-    def begin_and_be_told(*words, **options):
-        process = begin(*words, **options)
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.01)
-        send("USR1")
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", begin_and_be_told)
-    with SignalForwarder() as forwarder:
-        assert forwarder.run(["sh", "-c", CHILD.format(number="USR1", ready=tmp_path / "ready")], []) == 7
-
-
-def left_by(error, number):
-    with SignalForwarder() as forwarder:
-        assert forwarder.run(["sh", "-c", "exit 3"], []) == 3
-        assert forwarder.run(["sh", "-c", "kill -9 $$"], []) == 137
-        if number:
-            send(number)
-        raise error
-
-
-@pytest.mark.parametrize(
-    ("error", "number"), [(PreemptedError("", 75), None), (OSError("full"), "TERM"), (OSError("full"), None)]
-)
-def test_signals_are_ignored_after_a_stop(error, number):
-    before = handlers()
-    with pytest.raises(type(error)):
-        left_by(error, number)
-    is_stop = number is not None or isinstance(error, PreemptedError)
-    assert handlers() == ([signal.SIG_IGN] * len(FORWARDED) if is_stop else before)
+    assert main(["sweep", file]) == 138
+    assert "stopped at point 1; " in capsys.readouterr().err
+    monkeypatch.setattr(module, "check_runs", lambda *_: os.kill(os.getpid(), TERM))
+    assert main(["sweep", file]) == 143
+    assert len(faked()) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is a call of Linux")
 def test_a_killed_sweep_takes_its_run_along(tmp_path):
-    """The lock of the run's folder is free again, so the same command trains the run."""
-
     def sweep_one():
-        with exclusive(tmp_path) as lock, SignalForwarder() as forwarder:
-            forwarder.run(["sh", "-c", f"touch {tmp_path / 'ready'}; exec sleep 60"], [lock])
+        with Children.forwarding() as children:
+            children.run(["sh", "-c", f"echo $$ > {tmp_path / 'started'}; exec sleep 60"])
 
-    child = fork(sweep_one)
-    wait_for((tmp_path / "ready").exists, "the run")
+    child, started = fork(sweep_one), tmp_path / "started"
+    wait_for(lambda: started.exists() and started.read_text().endswith("\n"), "the run")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-
-    def is_free():
-        with exclusive(tmp_path) as lock:
-            return lock is not None
-
-    wait_for(is_free, "the end of the run", timeout_seconds=5)
+    stat = Path("/proc", started.read_text().strip(), "stat")
+    wait_for(lambda: not stat.exists() or ") Z " in stat.read_text(), "the end of the run", timeout_seconds=5)

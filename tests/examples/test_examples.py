@@ -221,11 +221,12 @@ def test_a_sweep_is_queued_as_an_array_and_a_task_of_it_trains_its_point(
     task = Path("srun.txt").read_text().split()
     assert task[:3] == ["--kill-on-bad-exit=1", "python", "main.py"]
 
-    # The point itself, which `sweep` trains in a process of its own.
-    runs = []
-    monkeypatch.setattr("embeddings.cli.sweep.train", lambda run, *_: runs.append(run_trainer(run.words)) or 0)
+    # The `fit` of the point, which replaces the process.
+    commands: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, words: commands.append(words))
     main(task[3:])
-    (point,) = runs
+    ((_, _, *words),) = commands
+    point = run_trainer(words)
     assert point.model._make_optimizer().param_groups[0]["lr"] == 5e-5
     assert (point.model.loss.temperature, point.trainer.global_step) == (0.05, 2)
     assert "val/ndcg_at_10" in point.trainer.callback_metrics

@@ -5,6 +5,7 @@ Without them it prints a message and passes. The node claims to have four CPUs a
 request them; the runs are tiny and use the CPU.
 """
 
+import json
 import re
 import shutil
 import signal
@@ -57,8 +58,9 @@ def array(cluster: Cluster) -> str:
     expect_completed(jobs, [0, 1, 0])
     line = f"job {second} is queued again"
     expect(f"the number of {line!r} in\n{jobs[1].output}\n", jobs[1].output.count(line), 1)
-    done = list((cluster.project / "checkpoints" / "sweeps" / "tried").glob("*/done.json"))
-    expect("finished runs", len(done), 3)
+    records = (cluster.project / "checkpoints" / "sweeps" / "tried").rglob("run.json")
+    ends = [json.loads(path.read_text())["end"]["how"] for path in records]
+    expect("the ends of the runs", ends, ["finished"] * 3)
     return "an array of three tasks trained the three points of a sweep, one of them in two parts after SIGUSR1"
 
 
