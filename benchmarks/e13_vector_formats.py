@@ -23,7 +23,7 @@ from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrie
 from embeddings.evaluation.folders import find_evaluation_folders
 from embeddings.inference import Encoder, VectorFormat, VectorShards, search_signs, search_top_k, unit_rows
 from embeddings.inference.search import nearest_signs
-from embeddings.inference.vectors import bytes_per_vector, sign_bits, stored_rows
+from embeddings.inference.vector_folder import bytes_per_vector, sign_bits, stored_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]

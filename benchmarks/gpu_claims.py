@@ -27,9 +27,9 @@ from embeddings.common.io import atomic_path
 from embeddings.common.jobs import save_array
 from embeddings.inference import Encoder
 from embeddings.inference.encoder import TokenisedTexts
-from embeddings.inference.vectors import VectorShards
+from embeddings.inference.vector_folder import VectorShards
 from embeddings.losses import InfoNCE, tiled_cross_entropy
-from embeddings.mining import ExactSearch, GpuSearch, spherical_kmeans
+from embeddings.mining import ExactSearch, spherical_kmeans
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, LoraSettings, MeanPooling
 from embeddings.models.bidirectional import make_bidirectional
 from embeddings.models.lora import add_lora
@@ -385,12 +385,11 @@ def search(bench: Bench) -> None:
         query_QD = unit_rows(bench, queries, width, seed=1).float()
         query_QD = F.normalize(query_QD, dim=-1).cpu().numpy()
         few = VectorShards(stored.folder, min(documents, stored.shard_size), width, stored.shard_size, "float16")
-        ours, expected = (kind(few).search(query_QD[:16], top_k) for kind in (partial(GpuSearch, device=bench.device),
-                                                                             ExactSearch))  # fmt: skip
+        ours, expected = (ExactSearch(few, device).search(query_QD[:16], top_k) for device in (bench.device, "cpu"))
         if not np.array_equal(ours.index_QK, expected.index_QK):
             raise RuntimeError("the searches find different documents: nothing to compare")
-        search = GpuSearch(stored, bench.pick(1, 0.7 * torch.cuda.mem_get_info()[0] / GIB if not bench.tiny else 1),
-                           bench.device)  # fmt: skip
+        memory = 1 if bench.tiny else 0.7 * torch.cuda.mem_get_info()[0] / GIB
+        search = ExactSearch(stored, bench.device, memory)
         # The first search reads the documents, which stay in memory.
         search.search(query_QD[:64], top_k)
         seconds = bench.seconds(lambda: search.search(query_QD, top_k), 1)

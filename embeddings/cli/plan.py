@@ -29,8 +29,8 @@ from embeddings.data.samplers.base import run_steps
 from embeddings.data.store import borrowed_cache
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.clusters import CLUSTER_SIZE
-from embeddings.mining.gpu_search import MEMORY_GIB, kept_documents, search_sizes
 from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.search import MEMORY_GIB, num_candidates, search_sizes
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
@@ -283,7 +283,7 @@ def run_rows(
 
 def search_rows(num_pairs: int, width: int) -> list[list[str]]:
     """Table rows about mining and clustering all pairs on a GPU, with a teacher of this width and default settings."""
-    kept = kept_documents(NegativeRules.last_rank + 1)
+    kept = num_candidates(NegativeRules.last_rank + 1)
     sizes = search_sizes(num_pairs, width, 4, min(kept, num_pairs), SHARD_SIZE, MEMORY_GIB)
     vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
     how = "fit on the GPU" if sizes.is_resident else "are streamed through the GPU"

@@ -32,9 +32,9 @@ from embeddings.inference import (
     parse_devices,
 )
 from embeddings.inference.search import require_multiplier, require_top_k
-from embeddings.inference.vectors import bytes_per_vector
+from embeddings.inference.vector_folder import bytes_per_vector
 from embeddings.mining import VectorIndex, build_index, recall_of
-from embeddings.mining.vector_index import INDEX_FILE
+from embeddings.mining.ivf import INDEX_FILE
 from embeddings.models.model_files import SCORES_FILE
 
 # For larger corpus files, `search` recommends running `encode` once.

@@ -41,9 +41,8 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.inference.context import ContextDraw, sample_context, sample_rows
-from embeddings.inference.encoder import Context, Encoder, Vectors
+from embeddings.inference.encoder import Context, Encoder, Vectors, unit_rows
 from embeddings.inference.vector_folder import Document
-from embeddings.inference.vectors import unit_rows
 
 # For each kind of folder: the task type and class of mteb, and the metrics for tables, the main score of mteb first.
 KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {

@@ -28,9 +28,8 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import load_mteb, task_prompt
 from embeddings.inference.context import require_context_size, sample_context
-from embeddings.inference.encoder import Context, Encoder, Vectors, check_widths
+from embeddings.inference.encoder import Context, Encoder, Vectors, check_widths, unit_rows
 from embeddings.inference.search import search_top_k
-from embeddings.inference.vectors import unit_rows
 
 CUTOFFS = (10, 100)
 

@@ -25,8 +25,8 @@ from embeddings.figures.drawing import (
     write_heading,
     write_png,
 )
+from embeddings.inference.encoder import unit_rows
 from embeddings.inference.inspection import ContextualShift
-from embeddings.inference.vectors import unit_rows
 
 # The numbers of distinguishable colours and markers.
 MAX_CLUSTERS = 20

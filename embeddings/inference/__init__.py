@@ -2,7 +2,7 @@
 
 from embeddings.inference.bm25 import BM25
 from embeddings.inference.context import ContextDraw, choose_context, draw_context, require_context_size, sample_context
-from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.encoder import Context, Encoder, unit_rows
 from embeddings.inference.inspection import (
     AnchorShares,
     ContextualShift,
@@ -17,8 +17,15 @@ from embeddings.inference.inspection import (
 )
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import CorpusSearch, Hit, TopK, search_corpus, search_signs, search_top_k
-from embeddings.inference.vector_folder import Document, VectorFolder, encode_corpus, parse_devices, read_corpus
-from embeddings.inference.vectors import VectorFormat, VectorShards, unit_rows
+from embeddings.inference.vector_folder import (
+    Document,
+    VectorFolder,
+    VectorFormat,
+    VectorShards,
+    encode_corpus,
+    parse_devices,
+    read_corpus,
+)
 
 __all__ = [
     "BM25",

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,7 @@ from embeddings.common.jobs import progress_bar, save_array
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.precision import Int8Products, Precision, resolve_precision
-from embeddings.inference.vectors import unit_rows
+from embeddings.inference.precision import Int8Products, Precision, cpu_flags
 from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
@@ -37,6 +37,53 @@ CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
 CONTEXT_FILE = "context.npy"
+
+
+_NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+_X86 = {"x86_64", "AMD64"}
+
+
+def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
+    """The dtype for the matrix products of a model on `device` with weights of these dtypes.
+
+    `auto` is bfloat16 if the hardware multiplies it natively, else float32: emulated bfloat16 is several times slower.
+    If all weights have one lower dtype, it is used. float16 is not offered: on a CPU it is emulated, a hundred times
+    slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
+    """
+    if precision not in get_args(Precision):
+        known = ", ".join(get_args(Precision))
+        raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
+    requested: torch.dtype | None = None if precision == "auto" else getattr(torch, precision)
+    if requested == torch.int8 and device.type != "cpu":
+        raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if requested == torch.int8 and not (platform.machine() in _X86 and has_onednn):
+        raise OptionError("precision", precision, "needs an x86 CPU and a torch build with oneDNN", "use float32 here")
+    if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
+        (only,) = set(weights)
+        name = str(only).removeprefix("torch.")
+        if only == torch.float16 and device.type == "cpu":
+            raise OptionError("model weights", name, "must not be float16 on a CPU", "load them as float32")
+        if requested not in (None, only):
+            raise OptionError("precision", precision, f"must match the weights, {name}", "load them as float32")
+        return only
+    if requested is not None:
+        return requested
+    return torch.bfloat16 if has_native_bfloat16(device) else torch.float32
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether `device` multiplies bfloat16 matrices in hardware; False if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and not _NATIVE_BF16_FLAGS.isdisjoint(cpu_flags())
+
+
+def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The vectors scaled to unit length, so that inner products are cosines; a zero vector stays zero."""
+    norm_N1 = np.linalg.norm(vector_ND, axis=1, keepdims=True)
+    out_ND = np.zeros_like(vector_ND, subok=False)
+    return np.asarray(np.divide(vector_ND, norm_N1, out=out_ND, where=norm_N1 > 0))
 
 
 class TokenisedTexts(NamedTuple):

@@ -16,8 +16,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.text import TextRole
 from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
-from embeddings.inference.encoder import Context, Encoder, Vectors, evaluating
-from embeddings.inference.vectors import unit_rows
+from embeddings.inference.encoder import Context, Encoder, Vectors, evaluating, unit_rows
 from embeddings.models.anchor_token import AnchorTokenPooling
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.contextual import ContextualEmbedder

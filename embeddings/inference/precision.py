@@ -1,71 +1,31 @@
-"""The numeric precision for encoding, chosen by the hardware, and linear layers in int8."""
+"""The instructions of the CPU, and linear layers in int8."""
 
 import platform
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from embeddings.common.errors import OptionError
-
 Precision = Literal["auto", "float32", "bfloat16", "int8"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# x86 lists its matrix instructions under "flags", Arm under "Features".
-_NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _INT8_PRODUCT_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
-_X86 = {"x86_64", "AMD64"}
-
-
-def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
-    """The dtype for the matrix products of a model on `device` with weights of these dtypes.
-
-    `auto` is bfloat16 if the hardware multiplies it natively, else float32: emulated bfloat16 is several times slower.
-    If all weights have one lower dtype, it is used. float16 is not offered: on a CPU it is emulated, a hundred times
-    slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
-    """
-    if precision not in get_args(Precision):
-        known = ", ".join(get_args(Precision))
-        raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
-    requested: torch.dtype | None = None if precision == "auto" else getattr(torch, precision)
-    if requested == torch.int8 and device.type != "cpu":
-        raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if requested == torch.int8 and not (platform.machine() in _X86 and has_onednn):
-        raise OptionError("precision", precision, "needs an x86 CPU and a torch build with oneDNN", "use float32 here")
-    if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
-        (only,) = set(weights)
-        name = str(only).removeprefix("torch.")
-        if only == torch.float16 and device.type == "cpu":
-            raise OptionError("model weights", name, "must not be float16 on a CPU", "load them as float32")
-        if requested not in (None, only):
-            raise OptionError("precision", precision, f"must match the weights, {name}", "load them as float32")
-        return only
-    if requested is not None:
-        return requested
-    return torch.bfloat16 if has_native_bfloat16(device) else torch.float32
-
-
-def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices in hardware; False if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and not _NATIVE_BF16_FLAGS.isdisjoint(_cpu_flags())
 
 
 def has_int8_products() -> bool:
     """Whether an x86 CPU accumulates products of 8-bit numbers in 32 bits; False if unknown."""
-    return not _INT8_PRODUCT_FLAGS.isdisjoint(_cpu_flags())
+    return not _INT8_PRODUCT_FLAGS.isdisjoint(cpu_flags())
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """The instructions of this CPU; x86 lists them under "flags", Arm under "Features"."""
     if platform.system() != "Linux" or not _CPU_INFO.is_file():
         return frozenset()
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text(errors="replace"), re.MULTILINE)

@@ -13,8 +13,14 @@ from embeddings.common.errors import OptionError
 from embeddings.common.io import check_manifest
 from embeddings.inference.context import ContextDraw, check_same_context
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256
-from embeddings.inference.vector_folder import Document, VectorFolder, read_corpus
-from embeddings.inference.vectors import DOCUMENT_TILE, VectorShards, sign_bits
+from embeddings.inference.vector_folder import (
+    DOCUMENT_TILE,
+    Document,
+    VectorFolder,
+    VectorShards,
+    read_corpus,
+    sign_bits,
+)
 
 QUERY_TILE = 1024
 
@@ -36,7 +42,7 @@ def search_top_k(
     """The K documents with the largest inner products for each query, best first; equal scores by row.
 
     Only tiles of 1,024 queries x 16,384 documents are in memory, so the documents may be memory-mapped and larger than
-    memory; they are read once for all queries.
+    memory; they are read once for all queries. Products and sums are in float32.
 
     Args:
         query_QD: Query vectors, (Q, D) float32.
@@ -44,34 +50,18 @@ def search_top_k(
         top_k: Maximum number of documents per query; an `OptionError` if it is not positive.
         device: Device that multiplies the tiles.
         tie_order_N: The rows of all documents in the order of equal scores, (N,) int64; None for the order of rows.
-
-    Precision: products and sums in float32.
-    Determinism: the same arrays in the same pieces give the same bits on one machine.
     """
-    require_top_k(top_k)
     query = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
     pieces = [documents] if isinstance(documents, np.ndarray) else documents
-    query_tiles = [query[start : start + QUERY_TILE] for start in range(0, max(1, len(query)), QUERY_TILE)]
-    best = [(tile.new_empty((len(tile), 0)), tile.new_empty((len(tile), 0), dtype=torch.int64)) for tile in query_tiles]
+    tiles = (
+        # A copy: a memory-mapped tile is read-only, which torch does not support.
+        torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
+        for piece in pieces
+        for start in range(0, len(piece), DOCUMENT_TILE)
+    )
     rank_N = None if tie_order_N is None else torch.from_numpy(np.argsort(tie_order_N)).to(device)
-    first_row = 0
-    for piece in pieces:
-        for start in range(0, len(piece), DOCUMENT_TILE):
-            # A copy: a memory-mapped tile is read-only, which torch does not support.
-            tile_TD = torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
-            last_row = first_row + len(tile_TD)
-            tile_rows: tuple[Tensor, Tensor | slice] = (torch.arange(first_row, last_row, device=device), slice(None))
-            rank_T, order_T = tile_rows if rank_N is None else torch.sort(rank_N[first_row:last_row])
-            for number, tile_QD in enumerate(query_tiles):
-                tile_score_QK, column_QK = _stable_top_k((tile_QD @ tile_TD.T)[:, order_T], top_k)
-                score_QM = torch.cat([best[number][0], tile_score_QK], dim=1)
-                rank_QM, column_QM = torch.sort(torch.cat([best[number][1], rank_T[column_QK]], dim=1), dim=1)
-                score_QK, column_QK = _sorted_top_k(score_QM.gather(1, column_QM), top_k)
-                best[number] = score_QK, rank_QM.gather(1, column_QK)
-            first_row = last_row
-    scores = torch.cat([scores for scores, _ in best]).cpu().numpy()
-    ranks = torch.cat([ranks for _, ranks in best]).cpu().numpy()
-    return TopK(scores, ranks if tie_order_N is None else tie_order_N[ranks])
+    best = best_of_tiles(query, tiles, BestDocuments(len(query), top_k, QUERY_TILE, device), rank_N=rank_N)
+    return best if tie_order_N is None else TopK(best.score_QK, tie_order_N[best.index_QK])
 
 
 def require_top_k(top_k: int) -> None:
@@ -80,26 +70,165 @@ def require_top_k(top_k: int) -> None:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
 
 
-def _stable_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Top scores and columns, best first, equal scores by column, whose order `torch.topk` does not define."""
-    num_columns = score_QN.shape[1]
-    if top_k >= num_columns:
-        return _sorted_top_k(score_QN, top_k)
-    score_QK, column_QK = torch.topk(score_QN, top_k, dim=1)
-    order_QK = torch.argsort(column_QK, dim=1)
-    score_QK, column_QK = score_QK.gather(1, order_QK), column_QK.gather(1, order_QK)
-    order_QK = torch.argsort(score_QK, dim=1, descending=True, stable=True)
-    score_QK, column_QK = score_QK.gather(1, order_QK), column_QK.gather(1, order_QK)
-    # If the last score also occurs outside the top k, topk chose among equals arbitrarily: sort those rows in full.
-    tied_Q = (score_QN >= score_QK[:, -1:]).sum(dim=1) > top_k
+class BestDocuments:
+    """The best documents of each query so far.
+
+    A document is one integer, which sorts by score, then by falling rank: the bits of the score above those of the
+    rank. Ranks are below 2^32.
+    """
+
+    def __init__(self, num_queries: int, top_k: int, chunk_size: int, device: str | torch.device = "cpu") -> None:
+        require_top_k(top_k)
+        self.top_k = top_k
+        starts = range(0, max(1, num_queries), chunk_size)
+        self.chunks = [slice(start, min(start + chunk_size, num_queries)) for start in starts]
+        self._keys = [
+            torch.empty((part.stop - part.start, 0), dtype=torch.int64, device=device) for part in self.chunks
+        ]
+
+    def add(self, chunk: int, score_QC: Tensor, rank_QC: Tensor) -> None:
+        """Add documents to the queries of a chunk; a document with the score -inf is left out."""
+        key_QK = torch.cat([self._keys[chunk], _packed(score_QC, rank_QC)], dim=1)
+        if self.top_k < key_QK.shape[1]:
+            key_QK = _topk(key_QK, self.top_k)[0]
+        self._keys[chunk] = key_QK
+
+    def worst(self, chunk: int) -> Tensor:
+        """The score that a further document must exceed to be among the best, (Q, 1)."""
+        keys = self._keys[chunk]
+        if keys.shape[1] < self.top_k:
+            return torch.full((len(keys), 1), -torch.inf, device=keys.device)
+        return _scores(keys.amin(dim=1, keepdim=True))
+
+    def result(self) -> TopK:
+        """The best documents by score, then by rank; rank -1 and score -inf where there are fewer."""
+        key_QK = torch.cat(self._keys).sort(dim=1, descending=True).values
+        score_QK = _scores(key_QK)
+        rank_QK = torch.where(score_QK > -torch.inf, _MAX_RANK - (key_QK & _MAX_RANK), -1)
+        return TopK(score_QK.cpu().numpy(), rank_QK.cpu().numpy())
+
+
+_MAX_RANK = 2**32 - 1
+# Swaps the order of negative numbers, whose bits as integers rise as the numbers fall.
+_MAGNITUDE = 2**31 - 1
+
+
+def _packed(score_QC: Tensor, rank_QC: Tensor) -> Tensor:
+    # The sum makes -0.0 equal to 0.0.
+    bits = (score_QC + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & _MAGNITUDE)
+    return (ordered.long() << 32) | (_MAX_RANK - rank_QC)
+
+
+def _scores(key_QK: Tensor) -> Tensor:
+    ordered = (key_QK >> 32).int()
+    return (ordered ^ ((ordered >> 31) & _MAGNITUDE)).view(torch.float32)
+
+
+# For products in a lower dtype: the usual limit of the error of a score of unit vectors, and the share of documents
+# beyond the top k that are scored again.
+_MARGINS = {torch.bfloat16: (0.005, 1.0), torch.float16: (0.001, 0.25), torch.float32: (0.0, 0.0)}
+SLACK = 16
+# Pairs whose vectors fit a CPU cache.
+PAIRS = 256
+
+
+def num_candidates(top_k: int, dtype: torch.dtype = torch.float16) -> int:
+    """Number of a tile's documents that may be scored again in float32, after products in a lower dtype."""
+    return top_k + int(_MARGINS[dtype][1] * top_k) + SLACK
+
+
+def best_of_tiles(
+    query_QD: Tensor,
+    tiles: Iterable[Tensor],
+    best: BestDocuments,
+    dtype: torch.dtype = torch.float32,
+    rank_N: Tensor | None = None,
+    num_pairs: int = PAIRS,
+) -> TopK:
+    """The best documents of all tiles, with products in `dtype` and scores in float32; one pass over the tiles.
+
+    In a lower dtype, for unit vectors, a tile's candidates are scored again if they may be among the best. Only more
+    than the slack of equal documents, or of nearly equal ones, can be missed.
+    """
+    rounded_QD, first_row = query_QD.to(dtype), 0
+    for tile_TD in tiles:
+        rank_T = torch.arange(first_row, first_row + len(tile_TD), device=query_QD.device)
+        rank_T = rank_T if rank_N is None else rank_N[rank_T]
+        tile_DT = tile_TD.to(dtype).T
+        for number, chunk in enumerate(best.chunks):
+            score_QT = rounded_QD[chunk] @ tile_DT
+            if dtype == torch.float32:
+                best.add(number, *_top_of_tile(score_QT, rank_T, best.top_k))
+                continue
+            score_QC, column_QC = largest(score_QT, min(num_candidates(best.top_k, dtype), len(tile_TD)))
+            least_Q1 = best.worst(number)
+            if best.top_k < score_QC.shape[1]:
+                least_Q1 = least_Q1.maximum(_topk(score_QC, best.top_k)[0].amin(dim=1, keepdim=True))
+            query_P, place_P = (score_QC > least_Q1 - _MARGINS[dtype][0]).nonzero(as_tuple=True)
+            row_P = column_QC[query_P, place_P]
+            exact_QC = torch.full_like(score_QC, -torch.inf)
+            # `index_select` is several times as fast on a CPU as an index in brackets.
+            exact_QC[query_P, place_P] = torch.cat(
+                [
+                    torch.linalg.vecdot(
+                        query_QD[chunk].index_select(0, query_P[start : start + num_pairs]),
+                        tile_TD.index_select(0, row_P[start : start + num_pairs]).float(),
+                    )
+                    for start in range(0, max(1, len(query_P)), num_pairs)
+                ]
+            )
+            best.add(number, exact_QC, rank_T[column_QC])
+        first_row += len(tile_TD)
+    return best.result()
+
+
+def _top_of_tile(score_QT: Tensor, rank_T: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The top k of a tile, equal scores by rank: scores and ranks, unordered."""
+    if top_k >= len(rank_T):
+        return score_QT, rank_T.expand_as(score_QT)
+    score_QK, column_QK = largest(score_QT, top_k)
+    rank_QK = rank_T[column_QK]
+    # If the last score also occurs outside the top k, the choice among equals was arbitrary.
+    tied_Q = (score_QT >= score_QK.amin(dim=1, keepdim=True)).sum(dim=1) > top_k
     if bool(tied_Q.any()):
-        score_QK[tied_Q], column_QK[tied_Q] = _sorted_top_k(score_QN[tied_Q], top_k)
-    return score_QK, column_QK
+        key_QK = _topk(_packed(score_QT[tied_Q], rank_T), top_k)[0]
+        score_QK[tied_Q], rank_QK[tied_Q] = _scores(key_QK), _MAX_RANK - (key_QK & _MAX_RANK)
+    return score_QK, rank_QK
 
 
-def _sorted_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    score_QN, column_QN = torch.sort(score_QN, dim=1, descending=True, stable=True)
-    return score_QN[:, :top_k], column_QN[:, :top_k]
+# Values per column of the layout in `largest`.
+_STRIPES = 16
+
+
+def largest(score_QT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The `top_k` largest values of each row in float32 and their positions, (Q, `top_k`), unordered.
+
+    A row is reshaped to stripes, one below the other. The `top_k` columns with the largest maxima contain the `top_k`
+    largest values of the row: a value in another column is exceeded by the maxima of `top_k` columns.
+    """
+    num_columns = score_QT.shape[1] // _STRIPES
+    if num_columns <= top_k:
+        return _topk(score_QT.float(), top_k)
+    striped = score_QT[:, : _STRIPES * num_columns].view(-1, _STRIPES, num_columns)
+    _, column_QK = _topk(striped.amax(dim=1).float(), top_k)
+    chosen_QSK = column_QK[:, None, :].expand(-1, _STRIPES, -1)
+    score_QC = torch.cat([striped.gather(2, chosen_QSK).flatten(1), score_QT[:, _STRIPES * num_columns :]], dim=1)
+    value_QK, candidate_QK = _topk(score_QC.float(), top_k)
+    column_QK = column_QK.gather(1, candidate_QK % top_k)
+    # The candidates of the stripes are followed by the values of an incomplete last stripe.
+    rest_QK = candidate_QK - _STRIPES * top_k
+    stripe_QK = candidate_QK // top_k
+    return value_QK, torch.where(rest_QK < 0, stripe_QK * num_columns + column_QK, _STRIPES * num_columns + rest_QK)
+
+
+def _topk(value_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    if value_QN.is_cuda:
+        value_QK, index_QK = value_QN.topk(top_k, dim=1, sorted=False)
+        return value_QK, index_QK
+    # Several times as fast on a CPU.
+    index_QK = torch.from_numpy(np.argpartition(value_QN.numpy(), -top_k, axis=1)[:, -top_k:])
+    return value_QN.gather(1, index_QK), index_QK
 
 
 RESCORE_MULTIPLIER = 4

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
     from embeddings.mining.faiss_library import KMeans, spherical_kmeans
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs, rank_pairs
-    from embeddings.mining.gpu_search import GpuSearch
+    from embeddings.mining.ivf import IvfSearch, VectorIndex, build_index, build_ivf, recall_of
     from embeddings.mining.mine import MiningReport, Reranker, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
         encode_pairs,
         open_pair_vectors,
     )
-    from embeddings.mining.search import DocumentSearch, ExactSearch, IvfSearch, build_ivf
-    from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
+    from embeddings.mining.search import DocumentSearch, ExactSearch
 
 __all__ = [
     "ArrayTask",
@@ -36,7 +35,6 @@ __all__ = [
     "ExactSearch",
     "FilterReport",
     "FilterRules",
-    "GpuSearch",
     "IvfSearch",
     "KMeans",
     "LevelRules",

@@ -20,7 +20,7 @@ from embeddings.common.process import logger
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
-from embeddings.inference.vectors import unit_rows
+from embeddings.inference.encoder import unit_rows
 from embeddings.mining.faiss_library import (
     NUM_ITERATIONS,
     NUM_RUNS,
@@ -54,15 +54,8 @@ MAX_FITTED_ROWS = 1 << 17
 class PairFeatures(ABC):
     """A unit vector for each row of a source of pairs, computed on demand.
 
-    What is fitted to the rows (axes, term weights) is computed by one process and passed to the others as arrays,
+    What is fitted to the rows (axes, term weights) is computed by one process and passed to the others as `learned`,
     because two machines would compute different bits.
-
-    Attributes:
-        num_rows: Rows of the source.
-        embedding_dim: Width of a feature.
-        fields: The options that determine the features, for manifests.
-        row_name: Name of a row in messages, such as its file and line.
-        learned: The result of `fit`, which must be set before `rows` is called.
     """
 
     num_rows: int
@@ -80,11 +73,7 @@ class PairFeatures(ABC):
         """The query features and the document features of some rows, (n, d) float32 each."""
 
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first.
-
-        Raises:
-            InputError: If the features of a row are zero or not finite; the message names it.
-        """
+        """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first."""
         sides = self.sides(rows)
         return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self.row_name)
 
@@ -100,7 +89,6 @@ class VectorFeatures(PairFeatures):
         seed: Seed of the sample of rows for the axes, if there are more than 131,072.
         row_name: Name of a row in messages, such as its file and line.
 
-    Precision: second moments in float64; products with the axes in float32.
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix; reduction as in the released code.
     """
 
@@ -187,7 +175,6 @@ class Bm25Features(PairFeatures):
         seed: Seed of the sample of rows, and of the SVD's random start.
         row_name: Name of a row in messages, such as its file and line.
 
-    Precision: weights and SVD in float64, projections in float32.
     Raises:
         InputError: If the source's rows are not pairs.
         OptionError: If there are fewer texts than svd_dim.
@@ -326,9 +313,7 @@ class ClusterSettings:
     def resolve_training_rows(self, num_rows: int, num_clusters: int, width: int) -> int | None:
         """Maximum rows that k-means is trained on, or None for all; an `OptionError` if `memory_gib` is too small.
 
-        A row takes 2·(4·width + 24) bytes: both orders, each with its cluster, similarity and length. faiss has four
-        copies of the k centroids, 4·4·k·width bytes. 65M rows of width 1,536 in clusters of 512 (k = 126,954) take 750
-        GiB; 16 GiB are enough for 1.1M rows (18 vectors per cluster), and 64 GiB for 5.3M (84 per cluster).
+        A row takes 2·(4·width + 24) bytes, in both orders; faiss has four copies of the k centroids, 4·4·k·width bytes.
         """
 
         def gib_for(rows: int) -> float:

@@ -183,8 +183,6 @@ class Decontaminator:
         evaluation: The evaluation texts; they remain in memory with an index of their words.
         bm25_threshold: Minimum coverage of a similar text, > 0 and <= 1; None to check equality only.
 
-    Guarantees: only a collision of 64-bit hashes can make different texts count as equal. A text that equals an
-        evaluation text with enough tokens is also similar to it, at every threshold.
     Raises:
         OptionError: If there is no evaluation text, or the threshold is out of range.
 
@@ -239,11 +237,7 @@ def find_contaminated(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """`KEPT`, `EQUAL` or `SIMILAR` for each record (see `Decontaminator`), (rows,) uint8, memory-mapped.
-
-    Arguments and errors as in `find_duplicates`; `rule` has the evaluation texts and the threshold.
-    Memory: 1 byte per record, and the evaluation texts.
-    """
+    """`KEPT`, `EQUAL` or `SIMILAR` for each record (see `Decontaminator`), (rows,) uint8; see `find_duplicates`."""
     table = source.table
     fields = {
         "kind": "decontamination",

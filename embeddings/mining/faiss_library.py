@@ -40,10 +40,7 @@ def new_lists(quantizer: Any, num_lists: int) -> Any:
 
 
 def write_lists(lists: Any, path: Path) -> None:
-    """Write inverted lists to this path and check that the file is complete; an `OSError` if it is not.
-
-    faiss itself raises a RuntimeError, or no error if closing the file fails.
-    """
+    """Write inverted lists to this path and check that the file is complete; an `OSError` if it is not."""
     try:
         load_faiss().write_index(lists, str(path))
         map_lists(path)
@@ -54,13 +51,10 @@ def write_lists(lists: Any, path: Path) -> None:
 
 
 def map_lists(path: Path) -> Any:
-    """Inverted lists, memory-mapped; a RuntimeError if the file has none or is incomplete.
-
-    By default each search starts 32 threads that prefetch lists. They continue after the search has returned, when the
-    file may have been replaced, and they double the time of a search in a file that is already cached.
-    """
+    """Inverted lists, memory-mapped; a RuntimeError if the file has none or is incomplete."""
     faiss = load_faiss()
     lists = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    # By default threads prefetch lists after the search has returned, when the file may have been replaced.
     faiss.downcast_InvertedLists(lists.invlists).prefetch_nthread = 0
     return lists
 
@@ -105,13 +99,9 @@ def kmeans_run(
 ) -> KMeans:
     """One run of spherical k-means over all vectors, unit rows in memory; `run` is its index in a best-of-n.
 
-    By default faiss trains on 256 vectors per cluster without a message, and replaces the centroid of an empty cluster
-    by a copy of another, moved by a thousandth. Here all vectors are used, and `num_duplicates` counts the copies.
+    All vectors are used, where faiss by default uses 256 per cluster. It replaces the centroid of an empty cluster by a
+    copy of another, moved by a thousandth, which `num_duplicates` counts. Run r starts as run r of faiss's best of n.
 
-    Determinism: (vectors, arguments) → the same bits on one machine with one number of threads. Run r starts from the
-    same vectors as run r of `faiss.Kmeans(nredo=…)` with the same seed.
-
-    Precision: float32 products and sums, as faiss computes them.
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
     Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
     """
@@ -164,10 +154,7 @@ def nearest_centroids(
 
 
 def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False) -> NDArray[np.int32]:
-    """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`.
-
-    All pairs are compared: k² products, while an iteration of k-means takes k per vector.
-    """
+    """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`."""
     num_centroids = len(centroids)
     width = min(num_neighbours, num_centroids - 1)
     lists = np.empty((num_centroids, width), dtype=np.int32)

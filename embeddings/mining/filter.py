@@ -37,7 +37,7 @@ from embeddings.data.records import LabelledText, has_levels, is_json_lines, wri
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
 from embeddings.inference.encoder import embedder_sha256
-from embeddings.inference.vectors import VectorShards
+from embeddings.inference.vector_folder import VectorShards
 from embeddings.mining.duplicates import (
     COPY,
     EQUAL,
@@ -67,11 +67,7 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Segments:
-    """The records to compare, in segments of nearly equal size, each from one group.
-
-    A segment is a contiguous range of a keyed permutation of a group's records. Neighbours in the file, which often
-    come from one page or one user, are rarely in the same segment.
-    """
+    """The records to compare, in segments of nearly equal size: ranges of a keyed permutation of a group's records."""
 
     def __init__(
         self, row_N: npt.NDArray[np.uint32], segment_size: int, seed: int, group_N: npt.NDArray[np.uint16] | None = None
@@ -130,7 +126,6 @@ def rank_pairs(
     Returns:
         (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
 
-    Precision: products in float32; scores within `TIE` are equal.
     Memory: 8 bytes per record, and 4 * D bytes per record of one segment: 1.5 GB for 1M records with D = 384.
     Raises:
         InputError: If the folder has other content or options, or a vector is not of unit length.
@@ -361,7 +356,6 @@ def filter_pairs(
     folder = work / "vectors" if vectors is None else Path(vectors)
 
     def ranks(is_considered_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-        """The ranks of some records; called only if records remain, so that vectors are not encoded in vain."""
         assert encoder is not None
         return rank_pairs(
             encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts),
@@ -403,10 +397,7 @@ def filter_reasons(
     shard_size: int,
     task: ArrayTask | None,
 ) -> npt.NDArray[np.uint8]:
-    """The rule that removes each record, by its index in `RULES` from 1, or 0 for none, (rows,) uint8.
-
-    `ranks` returns the ranks of the records that the earlier rules leave.
-    """
+    """The rule that removes each record, by its index in `RULES` from 1, or 0 for none, (rows,) uint8."""
     reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
 
     def remove(is_matched_N: npt.NDArray[np.bool_], reason: int) -> None:
@@ -461,16 +452,13 @@ def _manifest_fields(
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
 ) -> dict[str, Any]:
-    # Defaults of newer options are omitted, so that manifests of older versions still match.
-    omitted = [("segment_by", "source"), *((name, None) for name in prompts)]
-    chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in omitted}
     return {
         "kind": "filtered pairs",
         SETTINGS: source.settings,
         "source_key": source.folder.name,
         "inputs": source.inputs,
         "num_records": len(source.table),
-        "rules": chosen,
+        "rules": {**asdict(rules), **prompts},
         "evaluation": None if decontaminator is None else decontaminator.fields,
         "model_sha256": None if encoder is None else embedder_sha256(encoder),
         "precision": None if encoder is None else str(encoder.dtype).removeprefix("torch."),

@@ -39,7 +39,7 @@ from embeddings.data.table import Table
 from embeddings.inference.encoder import embedder_sha256, module_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss
-from embeddings.mining.gpu_search import MEMORY_GIB, GpuSearch, require_gpu
+from embeddings.mining.ivf import build_ivf
 from embeddings.mining.mined_shards import (
     ByLevel,
     ShardMiner,
@@ -53,7 +53,7 @@ from embeddings.mining.mined_shards import (
 from embeddings.mining.negatives import DocumentQrels, LevelRules, NegativeRules
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
-from embeddings.mining.search import DocumentSearch, ExactSearch, Floats, build_ivf
+from embeddings.mining.search import DocumentSearch, ExactSearch, Floats, require_gpu
 from embeddings.models.backbone import quiet_transformers
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ class Reranker:
         model: A directory or Hub id, as for `CrossEncoder`.
         device: Device of the model; None for the GPU if there is one.
 
-    Precision: the model's dtype; scores are float32.
-    Determinism: pairs are sorted by length into batches of `BATCH_PAIRS`, so the same pairs have the same scores.
     Raises:
         MissingExtraError: If sentence-transformers is not installed.
         InputError: If the model cannot be loaded.
@@ -102,7 +100,6 @@ class Reranker:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """The options that determine the scores, for manifests, as JSON types."""
         settings = {"activation": repr(self.model.activation_fn), "max_length": self.model.max_seq_length}
         return {
             "model_sha256": module_sha256(self.model, self.model.tokenizer, settings),
@@ -244,7 +241,7 @@ class SearchOptions:
         """The search over a teacher's documents; `ivf` writes its lists to `folder`."""
         shards = vectors.document_shards
         if self.index == "exact":
-            return GpuSearch(shards, self.gpu_memory_gib or MEMORY_GIB) if self.gpu else ExactSearch(shards)
+            return ExactSearch(shards, "cuda" if self.gpu else "cpu", self.gpu_memory_gib)
         lists = {"num_probes": self.num_probes, "num_lists": self.num_lists}
         return build_ivf(shards, folder, **lists, seed=seed, gpu=self.gpu, task=task)
 
@@ -465,5 +462,4 @@ def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
     if "reranker" in manifest and "reranker" not in fields:
         what = "field 'reranker': the output was written with a reranker"
         raise InputError(str(manifest_path(output)), what, "use the same --reranker, or name a new file")
-    # Older manifests have no field for levels.
-    return MiningReport(output, **{name: manifest[name] for name in MiningReport._fields[1:] if name in manifest})
+    return MiningReport(output, **{name: manifest[name] for name in MiningReport._fields[1:]})

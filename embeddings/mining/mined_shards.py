@@ -47,10 +47,7 @@ class MinedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMiner:
-    """Finds the negatives of a shard of queries with one or several teachers, whose vectors have the same shard size.
-
-    Memory: the shard's query vectors and candidates, and one tile of documents.
-    """
+    """Finds the negatives of a shard of queries with one or several teachers, with vectors of one shard size."""
 
     index: PairIndex
     vectors: Sequence[PairVectors]
@@ -202,8 +199,7 @@ def read_shard(path: Path) -> pa.Table:
 def shard_counts(mined: pa.Table) -> tuple[dict[str, int], dict[str, dict[str, float]] | None]:
     """A shard's share of the report: its counts, and the statistics of each level, or None without levels."""
     metadata = mined.schema.metadata
-    # Older shards have no entry for levels.
-    return json.loads(metadata[b"counts"]), json.loads(metadata.get(b"levels", b"null"))
+    return json.loads(metadata[b"counts"]), json.loads(metadata[b"levels"])
 
 
 def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
@@ -215,10 +211,9 @@ def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores:
 
 
 def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) -> ByLevel | None:
-    """The statistics of each level over all shards (see `shard_counts`), for the report; None without levels.
+    """The statistics of each level over all shards, for the report; None without levels.
 
-    For each level `num_negatives`, the number of records without it (`num_lacking`), and `lowest_score`, `mean_score`
-    (in float64) and `highest_score`, None if no record has the level.
+    `num_lacking` counts the records without the level; scores are None if no record has it.
     """
     by_shard = [shard for shard in shards if shard is not None]
     if not by_shard:

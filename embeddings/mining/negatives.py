@@ -104,14 +104,10 @@ class MinedQueries(NamedTuple):
 
 
 class Negatives(NamedTuple):
-    """The negatives of each query, hardest first.
+    """The negatives of each query, hardest first, and their mean scores; row -1 and score -inf if there are fewer.
 
-    Attributes:
-        row_QN: Documents; -1 if fewer remain.
-        score_QN: Mean of the teachers' scores; -inf where the row is -1.
-        removed: Number of candidates that each rule removed, by `REASONS`; the first rule that applies counts.
-        num_left: Number of candidates that no rule removed, chosen or not.
-        level_N: The level of each column, ascending; None for negatives without levels.
+    `removed` counts the candidates by the first rule that applied (`REASONS`), `num_left` those that no rule removed.
+    `level_N` is the level of each column, or None.
     """
 
     row_QN: Int64s
@@ -148,8 +144,6 @@ def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules:
     3. Candidates that any teacher scores too close to the positive are removed. Each teacher's score is compared with
        its own score of the positive, because scales differ. With several positives the lowest score counts.
 
-    Precision: means and thresholds in float64 from float32 scores.
-    Determinism: a random choice depends on (seed, query, document), not on the candidates' order or other queries.
     Source: Moreira et al. 2024 (NV-Retriever), arXiv:2407.15831, section 4.1. Differs: `p - |p| (1 - margin)` in place
         of `p margin`, which for a negative p would allow negatives above the positive.
     """
@@ -255,10 +249,7 @@ IRRELEVANT_LEVEL = 3
 class TextQrels(NamedTuple):
     """Relevance judgments of pairs of a query and a document, by the hashes of their texts, each pair once.
 
-    Attributes:
-        query_hash_J: `text_hash` of the query, (J,) int64, ascending.
-        document_hash_J: `text_hash` of the document, (J,) int64, ascending within a query.
-        grade_J: Relevance of the document, (J,) float64; 0 and below is irrelevant.
+    They are sorted by query, then by document; a grade of 0 or below is irrelevant.
     """
 
     query_hash_J: Int64s
@@ -267,11 +258,7 @@ class TextQrels(NamedTuple):
 
     @classmethod
     def of(cls, judged: Iterable[tuple[str, str, float]], where: str) -> Self:
-        """Judgments from (query, document, grade); if a pair is judged twice, the higher grade counts.
-
-        Raises:
-            InputError: If no document is relevant, or all have the same grade; it names `where`.
-        """
+        """Judgments from (query, document, grade); if a pair is judged twice, the higher grade counts."""
         grade_of: dict[tuple[int, int], float] = {}
         for query, document, grade in judged:
             pair = (text_hash(query), text_hash(document))
@@ -291,14 +278,9 @@ class TextQrels(NamedTuple):
 
 
 class QueryQrels(NamedTuple):
-    """The judgments of some queries.
+    """The judgments of some queries: known positives with the documents judged as relevant, whether any is judged.
 
-    Attributes:
-        known: Their known positives, and documents judged at least as relevant.
-        is_judged_Q: Whether any document of the corpus is judged for a query.
-        query_L: The index of the query, for each document judged less relevant, ascending.
-        row_L: The document.
-        level_L: The document's level, 1 to 3.
+    Each document judged less relevant has the index of its query (ascending), its row, and its level, 1 to 3.
     """
 
     known: KnownPositives
@@ -460,10 +442,7 @@ def choose_levels(
 def mark(
     row_QC: Int64s, num_documents: int, drawn_QR: Int64s, query_L: Int64s, row_L: Int64s, level_L: Int8s
 ) -> tuple[Mask, Int8s]:
-    """Which candidates were drawn, (Q, C), and the levels of judged ones, 0 for the others, (Q, C).
-
-    A judged document is the index of a query (`query_L`), a document (`row_L`) and its level (`level_L`).
-    """
+    """Which candidates were drawn, (Q, C), and the levels of judged ones, 0 for the others, (Q, C)."""
     query_Q1 = np.arange(len(row_QC))[:, None]
     key_QC = np.where(row_QC < 0, -1, query_Q1 * num_documents + row_QC)
     drawn_QC: Mask = np.isin(key_QC, query_Q1 * num_documents + drawn_QR)

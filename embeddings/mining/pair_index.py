@@ -40,19 +40,8 @@ class PairIndex:
     A query is a row of the source. A document is a positive of a row, a negative if negatives were included, or a text
     of the extra corpus. Texts that differ only in outer white space are one document.
 
-    Attributes:
-        source: The source.
-        num_queries: Number of rows of the source.
-        num_documents: Number of distinct texts.
-        positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
-        positive_rows: Documents, (entries,) int64.
-        negative_offsets, negative_rows: The same for negatives; None if they are not documents.
-        document_hashes: `text_hash` of each document, (documents,) int64.
-        query_hashes: `text_hash` of each query, (rows,) int64.
-        key: The fields that identify this index, for manifests.
-
-    Raises:
-        InputError: If the folder has no index, or the index of another source.
+    The positives of query `i` are `positive_rows[positive_offsets[i] : positive_offsets[i + 1]]`, and so for negatives,
+    which are None if they are not documents. `document_hashes` and `query_hashes` are the texts' `text_hash`, int64.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source: CachedSource) -> None:

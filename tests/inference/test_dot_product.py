@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from embeddings.mining.vector_index import build_index
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import InputError, OptionError
@@ -15,7 +16,6 @@ from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import encode_corpus
 from embeddings.interop.released.importer import import_released
 from embeddings.mining.pair_vectors import encode_pairs
-from embeddings.mining.vector_index import build_index
 from embeddings.models import Embedder, load_embedder
 from embeddings.modules.distillation import VectorTeacher
 from tests.evaluation.data import write_reranking, write_retrieval

@@ -11,7 +11,8 @@ from torch import nn
 
 from embeddings.common import OptionError
 from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
-from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products, resolve_precision
+from embeddings.inference.encoder import resolve_precision
+from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.processes import run_command
 from tests.helpers.refusals import refused
@@ -31,10 +32,10 @@ def cpu_flags(tmp_path, monkeypatch):
         path.write_text(content)
         monkeypatch.setattr(precision, "_CPU_INFO", path)
         monkeypatch.setattr(precision.platform, "system", lambda: "Linux")
-        precision._cpu_flags.cache_clear()
+        precision.cpu_flags.cache_clear()
 
     yield pretend
-    precision._cpu_flags.cache_clear()
+    precision.cpu_flags.cache_clear()
 
 
 @pytest.mark.parametrize(

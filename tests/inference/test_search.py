@@ -7,8 +7,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.inference import search
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import CorpusSearch, TopK, search_corpus, search_signs, search_top_k
-from embeddings.inference.vector_folder import encode_corpus
-from embeddings.inference.vectors import float_rows, stored_rows
+from embeddings.inference.vector_folder import encode_corpus, float_rows, stored_rows
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder, write_corpus

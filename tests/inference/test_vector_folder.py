@@ -21,14 +21,15 @@ from embeddings.inference.context import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_corpus
 from embeddings.inference.vector_folder import (
+    VECTOR_FORMATS,
     Document,
     VectorFolder,
     encode_corpus,
     on_devices,
     parse_devices,
     read_corpus,
+    stored_rows,
 )
-from embeddings.inference.vectors import VECTOR_FORMATS, stored_rows
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused

@@ -5,7 +5,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import save_array
-from embeddings.inference.vectors import (
+from embeddings.inference.vector_folder import (
     VECTOR_FORMATS,
     VectorShards,
     bytes_per_vector,

@@ -6,7 +6,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.common.io import write_manifest
 from embeddings.common.jobs import ArrayTask
-from embeddings.inference.vectors import unit_rows
+from embeddings.inference.encoder import unit_rows
 from embeddings.mining import filter as consistency
 from embeddings.mining.filter import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs

@@ -3,7 +3,7 @@
 import numpy as np
 
 from embeddings.common.jobs import save_array
-from embeddings.inference.vectors import VectorShards
+from embeddings.inference.vector_folder import VectorShards
 from tests.data import cluster_folders
 
 

@@ -1,4 +1,4 @@
-"""An index that searches all lists equals the exact search, and is refused for other vectors."""
+"""A search of all lists equals the exact search; a damaged index, or one of other vectors, is refused."""
 
 import errno
 import json
@@ -8,13 +8,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from embeddings.common import InputError
-from embeddings.common.jobs import save_array
+from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import ArrayTask, save_array
+from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import search_top_k
-from embeddings.inference.vector_folder import VectorFolder
-from embeddings.inference.vectors import stored_rows, unit_rows
-from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
-from embeddings.mining.vector_index import VectorIndex as Index
+from embeddings.inference.vector_folder import VectorFolder, stored_rows
+from embeddings.mining import ivf
+from embeddings.mining.ivf import INDEX_FILE, MANIFEST_FILE, build_index, build_ivf, recall_of, sample_rows
+from embeddings.mining.ivf import VectorIndex as Index
+from embeddings.mining.search import ExactSearch
 from tests.helpers.disks import fake_disk
 from tests.helpers.refusals import refused
 from tests.mining.vectors import shards, unit_vectors
@@ -105,10 +107,9 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
         refused(InputError, r"ivf\.faiss: is damaged: .*; make it with the command index", Index.open, folder)
     path.write_bytes(before)
     Index.open(folder)
-    save_array(folder.shards.path(1), unit_vectors(130, seed=3))
-    refused(InputError, "field 'vectors_sha256' differs", Index.open, folder)
-    folder.shards.path(4).unlink()
-    refused(InputError, r"vectors-00004\.npy: is missing", Index.open, folder)
+    manifest = json.loads((folder.path / "manifest.json").read_text())
+    (folder.path / "manifest.json").write_text(json.dumps({**manifest, "corpus_sha256": "other"}))
+    refused(InputError, "field 'vectors_xxh3_128' differs", Index.open, folder)
 
 
 def test_a_flipped_bit_in_the_file_is_detected_on_opening(folder):
@@ -144,19 +145,10 @@ def test_a_failed_write_preserves_the_existing_index(missing, code, folder, vect
 
 
 def test_no_lists_are_trained_on_a_full_disk(folder, monkeypatch):
-    monkeypatch.setattr("embeddings.mining.vector_index.train_centroids", None)
+    monkeypatch.setattr("embeddings.mining.ivf.train_centroids", None)
     fake_disk(monkeypatch, 600 * (4 * 8 + 8))
     with pytest.raises(OSError, match="bytes are needed and 24,000 available"):
         build_index(folder)
-
-
-def test_the_folders_hash_ignores_versions(folder, tmp_path, vectors):
-    first = folder_sha256(folder)
-    manifest = json.loads((folder.path / "manifest.json").read_text())
-    (folder.path / "manifest.json").write_text(json.dumps({**manifest, "versions": {"a": 2}}))
-    assert folder_sha256(folder) == first
-    (folder.path / "manifest.json").write_text(json.dumps({**manifest, "corpus_sha256": "other"}))
-    assert folder_sha256(folder) != first
 
 
 def test_a_single_vector_has_an_index(tmp_path):
@@ -178,3 +170,83 @@ def test_float16_vectors_can_be_indexed_and_smaller_ones_cannot(tmp_path, vector
             says = f"has {vector_format} vectors, but an index, .*, needs float32 or float16; encode into another"
             refused(InputError, says, use, folder)
         assert sorted(folder.path.iterdir()) == before
+
+
+def clustered(count, seed=0, width=16, centres=20):
+    """Vectors around a few centres, like those of texts."""
+    centre = unit_vectors(centres, width)[np.random.default_rng(seed).integers(0, centres, count)]
+    vectors = centre + 0.6 * unit_vectors(count, width, seed=seed + 1)
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def test_recall_at_10_rises_with_the_probes_and_reaches_all(tmp_path):
+    documents, queries = shards(tmp_path / "documents", clustered(2000), 700), clustered(100, seed=5)
+    exact = ExactSearch(documents).search(queries, 10)
+    reached = []
+    for num_probes in (1, 4, 16):
+        found = build_ivf(documents, tmp_path / "ivf", num_probes=num_probes, num_lists=16).search(queries, 10)
+        pairs = zip(found.index_QK.tolist(), exact.index_QK.tolist(), strict=True)
+        reached.append(np.mean([len(set(rows) & set(best)) / 10 for rows, best in pairs]))
+    assert reached[0] > 0.4
+    assert reached[1] > 0.9
+    np.testing.assert_array_equal(found.index_QK, exact.index_QK)
+    np.testing.assert_allclose(found.score_QK, exact.score_QK, atol=1e-6)
+
+
+def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
+    documents, queries = shards(tmp_path / "documents", clustered(500), 64), clustered(20, seed=5)
+    whole = build_ivf(documents, tmp_path / "whole", num_probes=3, num_lists=10).search(queries, 5)
+    for index in (1, 0):
+        parts = build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10, task=ArrayTask(index, 2))
+    for name in ("centroids", "lists"):
+        for path in (tmp_path / "whole" / name).glob("*.npy"):
+            assert path.read_bytes() == (tmp_path / "parts" / name / path.name).read_bytes()
+    monkeypatch.setattr(ivf, "TILE_BYTES", 64 * 100)
+    monkeypatch.setattr(ivf, "QUERY_CHUNK", 7)
+    np.testing.assert_array_equal(parts.search(queries, 5).index_QK, whole.index_QK)
+
+
+def test_a_top_k_beyond_the_limit_of_faiss_on_a_gpu_is_refused(tmp_path):
+    search = build_ivf(shards(tmp_path / "documents", clustered(100), 50), tmp_path / "ivf")
+    search.gpu = True
+    refused(OptionError, "top_k must be <= 2048 on a GPU, got 2049", search.search, clustered(2), 2049)
+
+
+def test_missing_documents_are_minus_one(tmp_path):
+    documents = shards(tmp_path / "documents", clustered(30), 30)
+    found = build_ivf(documents, tmp_path / "ivf", num_probes=1, num_lists=10).search(clustered(5, seed=5), 20)
+    missing = found.index_QK < 0
+    assert missing.any()
+    assert np.isneginf(found.score_QK[missing]).all()
+    assert (np.diff(missing.astype(int), axis=1) >= 0).all()
+    assert np.isfinite(found.score_QK[~missing]).all()
+
+
+@pytest.mark.parametrize(("count", "lists"), [(10, 1), (200, 5), (2000, 51)])
+def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path):
+    documents = shards(tmp_path / "documents", clustered(count), 512)
+    search = build_ivf(documents, tmp_path / "ivf")
+    assert len(search.centroid_CD) == lists
+    assert search.num_probes == min(lists, ivf.PROBES)
+    np.testing.assert_allclose(np.linalg.norm(search.centroid_CD, axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_lists": 31}, "num_lists must be between 1 and the 30 documents"),
+        ({"num_lists": 4, "num_probes": 5}, "num_probes must be between"),
+    ],
+)
+def test_invalid_numbers_are_refused_before_anything_is_written(options, says, tmp_path):
+    refused(OptionError, says, build_ivf, shards(tmp_path / "documents", clustered(30), 8), tmp_path / "ivf", **options)
+    assert not (tmp_path / "ivf").exists()
+
+
+def test_an_invalid_vector_outside_the_sample_is_named(tmp_path):
+    vectors = clustered(300)
+    sampled = set(sample_rows(300, 1, 0).tolist())
+    row = next(row for row in range(8, 300) if row not in sampled)
+    vectors[row] = np.nan
+    with pytest.raises(InputError, match=rf"vectors-{row // 8:05d}\.npy:{row % 8}: the vector is not finite"):
+        build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=1)

@@ -1,0 +1,301 @@
+"""Searches by inverted lists (IVF): a query is compared with the documents of the lists nearest to it.
+
+`IvfSearch` builds faiss's lists of one tile of documents after another, for mining. `VectorIndex` is a file of all
+lists beside an encoded folder, for searches.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import (
+    MANIFEST,
+    atomic_path,
+    check_disk_space,
+    check_file_manifest,
+    check_manifest,
+    check_vectors,
+    file_hash,
+    write_file_manifest,
+)
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, save_array, write_array
+from embeddings.common.random import derive_seed
+from embeddings.inference.encoder import unit_rows
+from embeddings.inference.search import BestDocuments, TopK, require_top_k, search_top_k
+from embeddings.inference.vector_folder import VectorFolder, VectorShards
+from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, map_lists, new_lists, write_lists
+from embeddings.mining.search import Floats, Rows, check_search, tile_rows
+
+MAX_LISTS = 4096
+SAMPLE_PER_LIST = 64
+ITERATIONS = 10
+PROBES = 32
+TILE_BYTES = 48 << 20
+# faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
+QUERY_CHUNK = 16_384
+GPU_MAX_DOCUMENTS = 2048
+
+INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
+_HINT = "make it with the command index"
+
+
+class IvfSearch:
+    """Documents with a large inner product with each query, from the lists with the nearest centroids.
+
+    Args:
+        documents: Unit vectors.
+        centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
+        list_N: The list of each document, (N,) int32.
+        num_probes: Lists searched per query.
+        gpu: Whether faiss runs on the first GPU.
+
+    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
+    """
+
+    def __init__(
+        self, documents: VectorShards, centroid_CD: Floats, list_N: Rows, num_probes: int, gpu: bool = False
+    ) -> None:
+        self.documents, self.centroid_CD, self.list_N, self.num_probes = documents, centroid_CD, list_N, num_probes
+        self.gpu, self._faiss = gpu, load_faiss(gpu)
+        self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
+        self._quantizer = self._faiss.IndexFlatIP(documents.embedding_dim)
+        self._quantizer.add(centroid_CD)
+
+    def search(self, query_QD: Floats, top_k: int) -> TopK:
+        """The nearest documents of each query in its lists (see `DocumentSearch`)."""
+        check_search(self.documents, query_QD, top_k)
+        if self.gpu and top_k > GPU_MAX_DOCUMENTS:
+            raise OptionError("top_k", top_k, f"must be <= {GPU_MAX_DOCUMENTS} on a GPU", "lower it, or use the CPU")
+        faiss, best = self._faiss, BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
+        score_QP, list_QP = faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=faiss.METRIC_INNER_PRODUCT)
+        for rows in tile_rows(self.documents.num_rows, max(1, TILE_BYTES // (4 * self.documents.embedding_dim))):
+            tile_TD, list_T = self.documents.take(rows), self.list_N[rows].astype(np.int64)
+            index = new_lists(self._quantizer, len(self.centroid_CD))
+            index.add_core(len(rows), faiss.swig_ptr(tile_TD), None, faiss.swig_ptr(list_T))
+            if self.gpu:
+                index = faiss.index_cpu_to_gpu(self._resources, 0, index)
+            index.nprobe, count = self.num_probes, min(top_k, len(rows))
+            for number, chunk in enumerate(best.chunks):
+                found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
+                best.add(number, *_found(*found, rows[0]))
+        return best.result()
+
+
+def _found(score_QK: Floats, row_QK: Rows, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and rows of a search by faiss, which returns row -1 for missing documents."""
+    score_QK = np.where(row_QK < 0, np.float32(-np.inf), score_QK)
+    return torch.from_numpy(score_QK), torch.from_numpy(np.maximum(row_QK, 0) + first_row)
+
+
+def build_ivf(
+    documents: VectorShards,
+    folder: str | os.PathLike[str],
+    *,
+    num_probes: int | None = None,
+    num_lists: int | None = None,
+    seed: int = 0,
+    gpu: bool = False,
+    task: ArrayTask | None = None,
+) -> IvfSearch:
+    """Train the lists and assign the documents to them; existing shards are reused.
+
+    Args:
+        documents: Unit vectors.
+        folder: The folder to write: `centroids/`, `lists/`.
+        num_probes: Lists searched per query, or None for 32, or all if there are fewer.
+        num_lists: Number of lists, or None for 4 times the square root of the number of documents, at most 4,096 and
+            one per 39 documents (the minimum that faiss recommends).
+        seed: Seed of the sample and of the k-means.
+        gpu: Whether faiss runs on the first GPU.
+        task: Shards that this process computes; afterwards it computes the shards that are still missing.
+
+    Raises:
+        InputError: If a vector is not of unit length, or the folder was written from other inputs.
+        MissingExtraError: If faiss is not installed.
+        OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
+    """
+    faiss = load_faiss(gpu)
+    num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
+    sizes = {"num_rows": documents.num_rows, "embedding_dim": documents.embedding_dim, "num_lists": num_lists}
+    fields = {**sizes, "seed": seed, "gpu": gpu, "faiss": faiss_version()}
+
+    def train(_: int, path: Path) -> None:
+        for shard, vector_ND in enumerate(documents):
+            check_vectors(vector_ND, str(documents.path(shard)), unit=True)
+        sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
+        save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
+
+    training = ShardedJob(Path(folder) / "centroids", {"kind": "ivf centroids", **fields}, 1, stem="centroids")
+    training.run(train, task, take_over=True)
+    training.finish()
+    centroid_CD = load_shard(training.path(0))
+
+    def sort(shard: int, path: Path) -> None:
+        """Write the nearest centroid of each document of a shard."""
+        vector_ND = np.ascontiguousarray(documents.load(shard))
+        _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
+        save_array(path, list_N1[:, 0].astype(np.int32))
+
+    def join() -> dict[str, Any]:
+        parts = [load_shard(sorting.path(shard)) for shard in range(sorting.num_shards)]
+        write_array(sorting.folder / "all.npy", np.concatenate(parts))
+        return {}
+
+    shards = {"kind": "ivf lists", **fields, "shard_size": documents.shard_size}
+    sorting = ShardedJob(Path(folder) / "lists", shards, documents.num_shards, stem="list")
+    sorting.run(sort, task, take_over=True)
+    sorting.finish(join)
+    list_N = load_shard(sorting.folder / "all.npy", mapped=True)
+    return IvfSearch(documents, centroid_CD, list_N, num_probes, gpu)
+
+
+def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
+    """The number of lists, and of lists searched per query: the arguments, or `build_ivf`'s defaults."""
+    if num_lists is None:
+        num_lists = max(1, min(int(4 * num_documents**0.5), MAX_LISTS, num_documents // 39))
+    if not 1 <= num_lists <= num_documents:
+        rule = f"must be between 1 and the {num_documents} documents"
+        raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
+    if num_probes is None:
+        num_probes = min(PROBES, num_lists)
+    if not 1 <= num_probes <= num_lists:
+        raise OptionError("num_probes", num_probes, f"must be between 1 and the {num_lists} lists", "lower it")
+    return num_lists, num_probes
+
+
+def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
+    """The documents that lists are trained on, 64 per list: a random one from each of n equal ranges, (n,) int64."""
+    count = min(num_documents, num_lists * SAMPLE_PER_LIST)
+    edges = np.arange(count + 1) * num_documents // count
+    return np.random.default_rng(derive_seed(seed, "ivf sample")).integers(edges[:-1], edges[1:])
+
+
+def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = False) -> Floats:
+    """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
+    lists_seed = derive_seed(seed, "ivf") % 2**31
+    return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
+
+
+class VectorIndex:
+    """Inverted lists of an encoded folder's vectors, in a file beside them.
+
+    Attributes:
+        num_lists: Number of lists.
+        num_probes: Lists searched for a query.
+    """
+
+    def __init__(self, lists: Any) -> None:
+        self._lists = lists
+        self.num_lists, self.num_probes = int(lists.nlist), int(lists.nprobe)
+
+    @classmethod
+    def open(cls, folder: VectorFolder) -> Self:
+        """The index beside a folder's vectors, mapped into memory; its hash is checked, which reads it once.
+
+        Raises:
+            InputError: If there is no index, it is damaged or of other vectors, or the vectors are int8 or binary.
+            MissingExtraError: If faiss is not installed.
+        """
+        _require_floats(folder)
+        load_faiss()
+        path = folder.path / INDEX_FILE
+        if not path.is_file():
+            raise InputError(str(path), "there is no index of these vectors", _HINT)
+        expected = {"kind": "ivf index", "vectors_xxh3_128": file_hash(folder.path / MANIFEST)}
+        fields = check_file_manifest(folder.path / MANIFEST_FILE, expected, _HINT)
+        if file_hash(path) != fields["output_xxh3_128"]:
+            raise InputError(str(path), "is damaged: its bytes are not those that were written", _HINT)
+        lists = map_lists(path)
+        lists.nprobe = min(fields.integer("num_probes", minimum=1), lists.nlist)
+        return cls(lists)
+
+    def search(self, query_QD: Floats, top_k: int) -> TopK:
+        """The nearest documents of each query in its lists (see `DocumentSearch`)."""
+        require_top_k(top_k)
+        found = self._lists.search(np.ascontiguousarray(query_QD), min(top_k, self._lists.ntotal))
+        best = BestDocuments(len(query_QD), top_k, max(1, len(query_QD)))
+        best.add(0, *_found(*found))
+        return best.result()
+
+
+def build_index(
+    folder: VectorFolder, *, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0
+) -> VectorIndex:
+    """Build the index of a folder's vectors, beside them; an existing index is replaced.
+
+    Args:
+        folder: Output of `encode_corpus`.
+        num_lists: Number of lists, or None for the default of `build_ivf`.
+        num_probes: Lists searched per query, or None for 32, or all if there are fewer.
+        seed: Seed of the sample and of the k-means.
+
+    Memory: all vectors, once.
+    Raises:
+        InputError: If a vector is zero or not finite, or the vectors are int8 or binary.
+        MissingExtraError: If faiss is not installed.
+        OptionError: If there are more lists than documents or fewer than probes.
+        OSError: If the disk is full; an existing index is preserved.
+    """
+    _require_floats(folder)
+    if check_manifest(folder.path, {}).get("similarity") == "dot":
+        what = "has the vectors of a model that compares them by inner products of any length; an index needs cosines"
+        raise InputError(str(folder.path), what, "search the folder without an index")
+    faiss = load_faiss()
+    num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
+    path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE
+    # Each vector in float32 with its row in 64 bits, and the centroids.
+    check_disk_space(path, folder.num_documents * (4 * folder.embedding_dim + 8) + 4 * num_lists * folder.embedding_dim)
+    row_n = sample_rows(folder.num_documents, num_lists, seed)
+    quantizer = faiss.IndexFlatIP(folder.embedding_dim)
+    quantizer.add(train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed))
+    lists = new_lists(quantizer, num_lists)
+    for vector_ND in _with_progress(folder, "adding vectors"):
+        lists.add(np.ascontiguousarray(vector_ND))
+    # The old manifest is removed once the new file is complete, and before it replaces the old one.
+    with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
+        write_lists(lists, temporary)
+        output_hash = file_hash(temporary)
+    fields = {
+        "kind": "ivf index",
+        "vectors_xxh3_128": file_hash(folder.path / MANIFEST),
+        "output_xxh3_128": output_hash,
+        "num_lists": num_lists,
+        "num_probes": num_probes,
+        "seed": seed,
+        "faiss": faiss_version(),
+    }
+    write_file_manifest(manifest, fields)
+    return VectorIndex.open(folder)
+
+
+def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
+    """The share of documents' nearest neighbours that an index finds.
+
+    The queries are up to `num_queries` documents, spread evenly over the folder; each query's own row is excluded.
+    """
+    row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
+    query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
+    exact = search_top_k(query_QD, _with_progress(folder, "measuring recall"), top_k + 1).index_QK.tolist()
+    approximate = index.search(query_QD, top_k + 1).index_QK.tolist()
+    hits = total = 0
+    for query_row, *results in zip(row_Q, exact, approximate, strict=True):
+        expected, found = ([row for row in rows if row != query_row][:top_k] for rows in results)
+        hits, total = hits + len({*expected} & {*found}), total + len(expected)
+    return hits / total if total else 1.0
+
+
+def _with_progress(folder: VectorFolder, title: str) -> Iterator[Floats]:
+    """The folder's directions, block by block, with a progress bar."""
+    with progress_bar(folder.num_documents, title, "vector") as bar:
+        for vector_ND in folder.directions():
+            yield vector_ND
+            bar.update(len(vector_ND))
+
+
+def _require_floats(folder: VectorFolder) -> None:
+    folder.require_format("float32", "float16", use="an index, which keeps float32 copies of them,")
