@@ -170,9 +170,6 @@ def test_without_levels_negatives_are_texts_and_the_report_has_none(index, tmp_p
     plain = shard(index, tmp_path / "0", 0, [[1, 2, -1]], [[0.5, 0.25, -np.inf]], levels=None)
     assert plain["negatives"].to_pylist() == [["d1", "d2"]]
     assert report_levels([shard_counts(plain)[1]]) is None
-    old = plain.replace_schema_metadata({"counts": plain.schema.metadata[b"counts"]})
-    pq.write_table(old, tmp_path / "old")
-    assert shard_counts(read_shard(tmp_path / "old")) == shard_counts(plain)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no parquet"])
