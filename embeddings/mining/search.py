@@ -20,12 +20,12 @@ Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
 # Memory of a search on a GPU and on a CPU, in GiB.
-MEMORY_GIB, CPU_MEMORY_GIB = 16.0, 0.5
+MEMORY_GIB, CPU_MEMORY_GIB = 16.0, 1.0
 # Larger tiles and work buffers are not faster.
 _TILE_ROWS = 131_072
 _WORK_BYTES = 2 << 30
 # Sixteenths of the memory for resident documents, for a tile, for the queries of a pass, and for results of products.
-_RESIDENT, _TILE, _QUERIES, _WORK = 11, 2, 1, 2
+_RESIDENT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
 
 
 class DocumentSearch(Protocol):
@@ -99,14 +99,14 @@ class ExactSearch:
     """The documents with the largest inner product with each query, of all documents.
 
     Products are in bfloat16 if a CPU supports it, in float16 on a GPU, else in float32; what may be among the best is
-    scored again in float32. On a GPU the documents stay if two thirds of the memory are enough; otherwise they are read
+    scored again in float32. On a GPU the documents stay if three quarters of the memory are enough; otherwise they are read
     in every pass of queries: 100M of width 768 take 154 GB in float16.
 
     Args:
         documents: Unit vectors.
         device: Device of the products.
         memory_gib: Memory that may be used, in GiB (see `search_sizes`), without CUDA's own context; None for 16 on a
-            GPU, and 0.5 on a CPU.
+            GPU, and 1 on a CPU.
 
     Raises:
         OptionError: If there is no such GPU, or the memory is too small (at the first search).

@@ -116,7 +116,7 @@ def test_float16_vectors_are_searched(exact, tmp_path):
 
 @pytest.mark.parametrize(
     ("millions", "dtype", "memory", "stays"),
-    [(10, "float16", 16, False), (10, "float16", 24, True), (10, "float32", 48, True), (100, "float16", 64, False)],
+    [(10, "float16", 16, False), (10, "float16", 20, True), (10, "float32", 40, True), (100, "float16", 64, False)],
 )
 def test_the_sizes_that_the_documentation_states(millions, dtype, memory, stays):
     """100M documents of width 768 take 154 GB in float16."""
