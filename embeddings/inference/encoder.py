@@ -135,13 +135,9 @@ def unique_texts(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Context documents, encoded by the first stage of a contextual model.
+    """Context documents, encoded by the first stage of a contextual model: ids, and vectors (M, H) float32.
 
-    Attributes:
-        document_ids: Ids of the M documents; a document that was drawn twice is listed twice.
-        documents_sha256: Hash of the ids and texts, in this order.
-        seed: Seed of the draw.
-        vector_MH: First-stage vectors, (M, H) float32.
+    A document that was drawn twice is listed twice. `documents_sha256` is the hash of the ids and texts, in this order.
     """
 
     document_ids: tuple[str, ...]
@@ -185,10 +181,8 @@ class Encoder:
     """An embedding model that turns texts into vectors.
 
     Texts are tokenised in blocks, one block ahead, sorted by length within a block, and encoded in mini-batches limited
-    by a token budget. Vectors are returned in input order. A text that occurs twice in a call is encoded once.
-
-    Determinism: the same texts give the same bits for the same token budget and number of threads. Other texts in the
-    mini-batch, another budget or number of threads change a vector only by rounding.
+    by a token budget. Vectors are returned in input order. A text that occurs twice in a call is encoded once. Other
+    texts in the mini-batch, another budget or number of threads change a vector only by rounding.
 
     Args:
         embedder: The model; its training or evaluation mode is restored after each call.

@@ -40,11 +40,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 class QuantisedInput:
-    """A cache of the last quantised input, for layers that read the same tensor (query, key, value).
+    """A cache of the last quantised input, for layers of a module that read the same tensor (query, key, value).
 
-    It is reused if a layer of the same module reads the same tensor object, so a module must not change the tensor in
-    place between two such layers. The largest absolute value of a token maps to 127 (`steps`), or to 63 on a CPU that
-    accumulates pairs of products in 16 bits, which would overflow.
+    The largest absolute value of a token maps to 127 (`steps`), or 63 on a CPU that sums products in 16 bits.
     """
 
     def __init__(self) -> None:
@@ -93,10 +91,8 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 class Int8Products:
     """The linear layers of a model's backbones, including adapters, which `on` runs in int8; weights do not change.
 
-    Each row of a weight has a fixed scale, and each token a scale of its own, computed on the fly. Everything else
-    (attention, norms, pooling, experts of a sparse model) runs in float32. Memory: one more byte per weight.
-    Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits on CPUs without such
-    instructions.
+    Each row of a weight has a fixed scale, and each token a scale of its own. Everything else (attention, norms,
+    pooling, experts) runs in float32. Memory: one more byte per weight.
     """
 
     def __init__(self, model: nn.Module) -> None:

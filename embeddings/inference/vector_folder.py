@@ -149,12 +149,9 @@ def stored_rows(
 ) -> npt.NDArray[Any]:
     """Convert vectors, (N, D) float32, to their stored form, (N, ...) of `stored_type`; float32 is not copied.
 
-    int8 is symmetric with one scale per row: scale = max |x| / 127, code = x / scale, rounded to nearest (half to
-    even). Nothing is clipped; the error of a number is at most scale / 2, and that of an inner product with a unit
-    vector at most sqrt(D) scale / 2. Rows are independent, so shards may be made in any order, on any device. One scale
-    per dimension, calibrated on the first 1,000 rows, clips some later numbers and preserves the order less well (E13).
-
-    binary stores which numbers are above 0, eight per byte, the first in the highest bit (`numpy.packbits`).
+    int8 is symmetric with one scale per row: scale = max |x| / 127, code = x / scale, rounded to nearest. One scale per
+    dimension, calibrated on the first 1,000 rows, preserves the order less well (E13). binary stores which numbers are
+    above 0, eight per byte, the first in the highest bit (`numpy.packbits`).
 
     An `InputError` names `where` and the row of a vector that is zero, not finite, or outside the range of float16.
     """
@@ -535,10 +532,9 @@ def on_devices(
 ) -> Generator[Result, None, None]:
     """Process items on several devices, and yield results as they finish; with fewer than two, in this process.
 
-    Each worker process loads the model and computes in the encoder's precision, with an even share of this process's
-    threads. Until all results are read or the generator is closed, the encoder's model is on the CPU to free memory for
-    the workers, and must not be used. `work`, items and results are pickled. An encoder that was not read from a model
-    directory is an `OptionError`, and the death of a worker a `WorkerError`.
+    Each worker loads the model, which must be of a model directory, and has a share of this process's threads. Until
+    the generator is closed, the encoder's model is on the CPU and must not be used. `work`, items and results are
+    pickled. The death of a worker is a `WorkerError`.
     """
     if len(devices) < 2:
         return (work(encoder, item) for item in items)

@@ -99,8 +99,8 @@ class ExactSearch:
     """The documents with the largest inner product with each query, of all documents.
 
     Products are in bfloat16 if a CPU supports it, in float16 on a GPU, else in float32; what may be among the best is
-    scored again in float32. On a GPU the documents stay if three quarters of the memory are enough; otherwise they are read
-    in every pass of queries: 100M of width 768 take 154 GB in float16.
+    scored again in float32. On a GPU the documents stay if three quarters of the memory are enough; otherwise they are
+    read in every pass of queries: 100M of width 768 take 154 GB in float16.
 
     Args:
         documents: Unit vectors.
@@ -119,7 +119,7 @@ class ExactSearch:
         is_cuda = self.device.type == "cuda"
         if is_cuda:
             require_gpu()
-        self.memory_gib = memory_gib or (MEMORY_GIB if is_cuda else CPU_MEMORY_GIB)
+        self._memory_gib = memory_gib or (MEMORY_GIB if is_cuda else None)
         self._dtype = torch.float32
         if is_cuda or has_native_bfloat16(self.device):
             self._dtype = torch.float16 if is_cuda else torch.bfloat16
@@ -129,7 +129,9 @@ class ExactSearch:
     def sizes(self, num_queries: int, top_k: int) -> SearchSizes:
         number, width = self.documents.num_rows, self.documents.embedding_dim
         candidates = min(num_candidates(top_k, self._dtype), number)
-        return search_sizes(number, width, self._stored.itemsize, candidates, num_queries, self.memory_gib)
+        # On a CPU any number of candidates is accepted.
+        memory_gib = self._memory_gib or max(CPU_MEMORY_GIB, 6400 * candidates / 2**30)
+        return search_sizes(number, width, self._stored.itemsize, candidates, num_queries, memory_gib)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query (see `DocumentSearch`)."""
