@@ -1,7 +1,6 @@
 """A shard's negatives equal a loop over all documents and teachers, and the report sums up the shards."""
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError
