@@ -166,18 +166,13 @@ def best_of_tiles(
             if best.top_k < score_QC.shape[1]:
                 least_Q1 = least_Q1.maximum(_topk(score_QC, best.top_k)[0].amin(dim=1, keepdim=True))
             query_P, place_P = (score_QC > least_Q1 - _MARGINS[dtype][0]).nonzero(as_tuple=True)
-            row_P = column_QC[query_P, place_P]
             exact_QC = torch.full_like(score_QC, -torch.inf)
+            pairs = query_P.split(num_pairs), column_QC[query_P, place_P].split(num_pairs)
             # `index_select` is several times as fast on a CPU as an index in brackets.
-            exact_QC[query_P, place_P] = torch.cat(
-                [
-                    torch.linalg.vecdot(
-                        query_QD[chunk].index_select(0, query_P[start : start + num_pairs]),
-                        tile_TD.index_select(0, row_P[start : start + num_pairs]).float(),
-                    )
-                    for start in range(0, max(1, len(query_P)), num_pairs)
-                ]
-            )
+            exact_QC[query_P, place_P] = torch.cat([
+                torch.linalg.vecdot(query_QD[chunk].index_select(0, query_p), tile_TD.index_select(0, row_p).float())
+                for query_p, row_p in zip(*pairs, strict=True)
+            ])  # fmt: skip
             best.add(number, exact_QC, rank_T[column_QC])
         first_row += len(tile_TD)
     return best.result()

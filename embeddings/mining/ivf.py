@@ -82,7 +82,7 @@ class IvfSearch:
             index.nprobe, count = self.num_probes, min(top_k, len(rows))
             for number, chunk in enumerate(best.chunks):
                 found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
-                best.add(number, *_found(*found, rows[0]))
+                best.add(number, *_found(*found, int(rows[0])))
         return best.result()
 
 

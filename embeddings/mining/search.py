@@ -136,20 +136,22 @@ class ExactSearch:
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query (see `DocumentSearch`)."""
         check_search(self.documents, query_QD, top_k)
-        sizes, parts = self.sizes(len(query_QD), top_k), []
+        sizes, parts = self.sizes(len(query_QD), top_k), list[TopK]()
         with full_products(), torch.inference_mode():
             for start in range(0, len(query_QD), sizes.pass_queries):
                 query_nD = torch.tensor(query_QD[start : start + sizes.pass_queries], device=self.device)
                 best = BestDocuments(len(query_nD), top_k, sizes.product_queries, self.device)
                 num_pairs = sizes.num_pairs if self.device.type == "cuda" else PAIRS
                 parts.append(best_of_tiles(query_nD, self._tiles(sizes), best, self._dtype, num_pairs=num_pairs))
-        return TopK(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return TopK(
+            np.concatenate([part.score_QK for part in parts]), np.concatenate([part.index_QK for part in parts])
+        )
 
     def _tiles(self, sizes: SearchSizes) -> Iterator[Tensor]:
         if self._resident:
             yield from self._resident
             return
-        resident = []
+        resident: list[Tensor] = []
         for rows in tile_rows(self.documents.num_rows, sizes.tile_rows):
             tile_TD = torch.from_numpy(self.documents.take(rows)).to(self.device, self._stored)
             resident += [tile_TD] if sizes.is_resident and self.device.type == "cuda" else []
