@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from embeddings.mining.vector_index import build_index
+from embeddings.mining.ivf import build_index
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import InputError, OptionError
