@@ -363,7 +363,7 @@ def batch_difficulty(workspace: Workspace, recipe: Recipe, seed: int) -> float:
     plan: Any = data.sampler(data.mixture.sizes, recipe.batch_size, seed, [source.weight for source in data.sources])
     plan.identify(data.mixture.identities)
     source = workspace.source(recipe.copies)
-    vectors = SurrogateVectors(str(source.surrogate_vectors), open_cached(source).folder.name)
+    vectors = SurrogateVectors(str(source.surrogate_vectors), open_cached(source).key)
     missed = []
     for step in range(recipe.num_steps):
         rows = plan.global_batch(0, step)[0].tolist()

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.harness import Ratio, compare, options, record
 from embeddings.data.datamodule import start_worker
 from embeddings.data.samplers import KeyedPermutation
-from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
+from embeddings.data.store import ROWS_FILE, StoredRow, Table, write_table
 
 NUM_ROWS, BATCH_SIZE, NUM_BATCHES = 10_000_000, 1024, 64
 NUM_WORKERS = 2

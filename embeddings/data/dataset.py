@@ -20,9 +20,8 @@ from embeddings.data.readers import row_in_memory
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
 from embeddings.data.sources import ROWS_FOLDER, SourceConfig, fill_path
-from embeddings.data.store import CachedSource, ClassIndex, cache_folder, open_cached, writing_cache
+from embeddings.data.store import CachedSource, ClassIndex, StoredRow, Table, cache_folder, open_cached, writing_cache
 from embeddings.data.surrogate_vectors import SurrogateVectors
-from embeddings.data.table import StoredRow, Table
 
 DEFAULT_NUM_NEGATIVES = 7
 _RANDOM_TRIES = 16
@@ -202,7 +201,7 @@ class SourceDataset:
         self._prompts = config.query_prompts(self._text)
         self.surrogates: SurrogateVectors | None = None
         if config.surrogate_vectors is not None:
-            self.surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
+            self.surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.key)
         if self._total == 0:
             raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
         if left_out := len(cached.table) - self._total:

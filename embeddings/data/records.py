@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.text import canonical, shorten
-from embeddings.data.table import Table
 
 NUM_LEVELS = 4
 RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id", "language", "scores")
@@ -463,16 +462,6 @@ class Example:
 
 # Rows of a Parquet row group, and in memory at once.
 GROUP_ROWS = 4096
-
-
-def has_levels(table: Table, where: str) -> bool:
-    """Whether the negatives of a converted source have levels; raises `InputError` if only some of them do."""
-    # Bit masks of levels, as `row_levels` returns them; bit 0 stands for a negative without a level.
-    level_masks = {mask for levels_N in table.row_levels() for mask in np.unique(levels_N).tolist()}
-    is_graded = any(mask > 1 for mask in level_masks)
-    if is_graded and any(mask & 1 for mask in level_masks):
-        raise InputError(where, "some negatives have a level and others have none", "give all of them a level, or none")
-    return is_graded
 
 
 def is_json_lines(output: Path) -> bool:

@@ -1,4 +1,7 @@
-"""The cache of converted sources: one folder per source, named by the hash of its content, with an index of classes."""
+"""Converted sources in the cache: rows in one memory-mapped Arrow file, an index of classes, and a manifest.
+
+A folder is named by the hash of the files and the settings; the key of a source is the hash of its converted rows.
+"""
 
 import contextlib
 import hashlib
@@ -9,16 +12,27 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import atomic_folder, check_manifest, load_array, text_hash, write_manifest
+from embeddings.common.io import (
+    FILES,
+    atomic_folder,
+    check_file,
+    check_manifest,
+    folder_hashes,
+    load_array,
+    text_hash,
+    write_manifest,
+)
 from embeddings.common.jobs import progress_bar
 from embeddings.common.process import is_first_process, logger
 from embeddings.data.readers import Reader, Row
@@ -32,15 +46,172 @@ from embeddings.data.records import (
     substitute_columns,
 )
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
-from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, damaged, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+ROWS_FILE = "rows.arrow"
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
+MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
+# Maximum open batches, 10 KB each.
+_MAX_OPEN_BATCHES = 1024
 DEFAULT_MIN_SCORE = 4.0
 _NUM_COLUMN_ROWS, _MAX_NAMED_SUSPECTS = 100, 3
 MAX_LANGUAGES = 1 << 16
 _PROGRESS_ROWS = 1024
+_FIX = "delete the folder and run again"
+_SETTINGS = ("layout", "columns", "min_score", "suspect_rows")
+_SCHEMA = pa.schema(
+    [
+        ("query", pa.large_string()),
+        ("positives", pa.large_list(pa.large_string())),
+        ("negatives", pa.large_list(pa.large_string())),
+        ("levels", pa.large_list(pa.int8())),
+        ("label", pa.int32()),
+        ("instruction", pa.large_string()),
+        ("scores", pa.large_list(pa.float32())),
+    ]
+)
+Int64s = NDArray[np.int64]
+
+
+class StoredRow(NamedTuple):
+    """One converted row.
+
+    `levels` is as long as `negatives`; `label` is -1 and `instruction` "" if the row has none. `scores` are the teacher
+    scores of the positives, then of the negatives: NaN if one is missing, empty if the row has none.
+    """
+
+    query: str
+    positives: Sequence[str] = ()
+    negatives: Sequence[str] = ()
+    levels: Sequence[int] = ()
+    label: int = -1
+    instruction: str = ""
+    scores: Sequence[float] = ()
+
+
+def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
+    """Write rows into `folder`, one batch in memory at a time; returns their number."""
+    num_rows = 0
+    with pa.OSFile(str(folder / ROWS_FILE), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+        for batch in _batches(rows):
+            columns = zip(zip(*batch, strict=True), _SCHEMA, strict=True)
+            arrays = [pa.array(values, type=field.type) for values, field in columns]
+            writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
+            num_rows += len(batch)
+    return num_rows
+
+
+def _batches(rows: Iterable[StoredRow]) -> Iterator[list[StoredRow]]:
+    batch: list[StoredRow] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += len(row.query) + sum(map(len, row.positives)) + sum(map(len, row.negatives))
+        if len(batch) >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class Table:
+    """Memory-mapped reader of the file of `write_table`; pickling stores only the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        check_file(folder / ROWS_FILE, _FIX)
+        try:
+            # With `pa.memory_map`, using one row would read its whole batch from disk.
+            with open(folder / ROWS_FILE, "rb") as file:
+                data = pa.py_buffer(mmap(file.fileno(), 0, access=ACCESS_READ))
+            # Arrow's threads do not survive the fork that starts a worker.
+            self._file = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(use_threads=False))
+            self._batch = lru_cache(_MAX_OPEN_BATCHES)(self._file.get_batch)
+            sizes, num_scores = [0], 0
+            for columns in self._batches():
+                sizes.append(len(columns["label"]))
+                num_scores += len(columns["scores"].values)
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            raise damaged(folder) from error
+        self.has_scores = num_scores > 0
+        self._start_R = np.cumsum(sizes, dtype=np.int64)
+
+    def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
+        return Table, (self.folder,)
+
+    def __len__(self) -> int:
+        return int(self._start_R[-1])
+
+    def row(self, index: int) -> StoredRow:
+        """The row at `index`, from 0; `rows` is faster for many."""
+        return self.rows([index])[0]
+
+    def rows(self, indices: Sequence[int] | Int64s) -> list[StoredRow]:
+        """The rows at `indices`, which may be in any order and repeat."""
+        names = StoredRow._fields if self.has_scores else StoredRow._fields[:-1]
+        return list(map(StoredRow, *self._take(names, indices)))
+
+    def queries(self, indices: Sequence[int] | Int64s) -> list[str]:
+        return self._take(["query"], indices)[0]
+
+    def positives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
+        return self._take(["positives"], indices)[0]
+
+    def negatives(self, indices: Sequence[int] | Int64s) -> list[list[str]]:
+        return self._take(["negatives"], indices)[0]
+
+    def levels(self, indices: Sequence[int] | Int64s) -> list[list[int]]:
+        """The levels of the negatives of the rows at `indices`."""
+        return self._take(["levels"], indices)[0]
+
+    def labels(self) -> NDArray[np.int32]:
+        """The label of every row, (rows,)."""
+        return np.concatenate([np.empty(0, np.int32), *(columns["label"].to_numpy() for columns in self._batches())])
+
+    def row_levels(self) -> Iterator[NDArray[np.uint8]]:
+        """The levels of the negatives of each row as bit masks (bit l: level l), batch by batch, (rows,)."""
+        for columns in self._batches():
+            starts = columns["levels"].offsets.to_numpy()
+            has_negatives = starts[:-1] < starts[1:]
+            masks = np.zeros(len(has_negatives), dtype=np.uint8)
+            if has_negatives.any():
+                bits = np.left_shift(np.uint8(1), columns["levels"].values.to_numpy().astype(np.uint8))
+                masks[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
+            yield masks
+
+    def has_levels(self, where: str) -> bool:
+        """Whether the negatives have levels; raises `InputError` if only some of them do."""
+        # Bit 0 stands for a negative without a level.
+        masks = {mask for levels_N in self.row_levels() for mask in np.unique(levels_N).tolist()}
+        is_graded = any(mask > 1 for mask in masks)
+        if is_graded and any(mask & 1 for mask in masks):
+            what = "some negatives have a level and others have none"
+            raise InputError(where, what, "give all of them a level, or none")
+        return is_graded
+
+    def _take(self, names: Sequence[str], indices: Sequence[int] | Int64s) -> list[list[Any]]:
+        """The values of the columns `names` at `indices`, one list for each column."""
+        index_N = np.asarray(indices, dtype=np.int64)
+        outside_N = (index_N < 0) | (index_N >= len(self))
+        if outside_N.any():
+            raise IndexError(f"row {index_N[outside_N][0]} of {len(self)}")
+        batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
+        parts, order = [pa.table({name: pa.array([], _SCHEMA.field(name).type) for name in names})], [np.empty(0, int)]
+        for batch in np.unique(batch_N).tolist():
+            order.append(np.flatnonzero(batch_N == batch))
+            rows = pa.array(index_N[order[-1]] - self._start_R[batch])
+            parts.append(pa.Table.from_batches([self._batch(batch).select(names).take(rows)]))
+        taken = pa.concat_tables(parts).take(pa.array(np.argsort(np.concatenate(order))))
+        return [column.to_pylist() for column in taken.columns]
+
+    def _batches(self) -> Iterator[Any]:
+        return map(self._batch, range(self._file.num_record_batches))
+
+
+def damaged(folder: Path) -> InputError:
+    """The error for a folder of converted data whose files were changed or truncated."""
+    return InputError(str(folder), "the converted data is damaged", _FIX)
 
 
 @dataclass
@@ -76,7 +247,6 @@ class Facts:
         labels: Code of each class, by its text, in order of appearance.
         lone_text: Hash of the text of each class whose texts are all equal so far.
         first_row: File and row of the first row of each class.
-        suspects: The suspect rows, kept or left out.
         longest_instruction: The longest instruction in a record, as (file and row, instruction).
         columns: Non-null columns of the first rows, in order of appearance.
         substitutes: Columns that stand in for a field of another name (`substitute_columns`), each with the field.
@@ -167,10 +337,10 @@ def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) ->
     for where, record in usable_records(config, rows, facts):
         texts = tuple(negative.text for negative in record.negatives)
         levels = tuple(negative.level for negative in record.negatives)
-        code = facts.code(record.label, where)
-        if record.instruction and len(record.instruction) > len((facts.longest_instruction or ("", ""))[1]):
-            facts.longest_instruction = (where, record.instruction)
         instruction = record.instruction or ""
+        if len(instruction) > len((facts.longest_instruction or ("", ""))[1]):
+            facts.longest_instruction = (where, instruction)
+        code = facts.code(record.label, where)
         yield StoredRow(record.query, record.positives, texts, levels, code, instruction, record.scores)
 
 
@@ -218,10 +388,9 @@ class ClassIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        fix = "delete its folder and run again"
-        self._order = load_array(folder / ORDER_FILE, fix, mapped=True)
-        self.paired: NDArray[np.int64] = load_array(folder / PAIRED_FILE, fix, mapped=True)
-        self._offsets: list[int] = load_array(folder / OFFSETS_FILE, fix).tolist()
+        self._order = load_array(folder / ORDER_FILE, _FIX, mapped=True)
+        self.paired: Int64s = load_array(folder / PAIRED_FILE, _FIX, mapped=True)
+        self._offsets: list[int] = load_array(folder / OFFSETS_FILE, _FIX).tolist()
 
     def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
         return ClassIndex, (self.folder,)
@@ -246,8 +415,7 @@ class CachedSource:
     """A converted source, read from its folder. The manifest stores the fields of `Facts`.
 
     Attributes:
-        key: Hash of the inputs and the settings.
-        table: The rows.
+        key: Hash of the rows and their classes: the same for another file, compression or mapping with the same rows.
         inputs: Identity of the files, or of the Hub data set (see `SourceInputs`).
         settings: Settings of the conversion, in JSON types.
         labels: The text of each class, by code.
@@ -257,23 +425,19 @@ class CachedSource:
         classes: The index of classes, or None in a layout without classes.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
-        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
-        self.folder, self.key = folder, key
-        self.table = Table(folder)
-        if len(self.table) != manifest["num_rows"] or _num_bytes(folder) != {
-            name: manifest[name] for name in ("num_bytes", "num_score_bytes") if name in manifest
-        }:
+    def __init__(self, folder: Path) -> None:
+        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION})
+        self.folder, self.table = folder, Table(folder)
+        if len(self.table) != manifest["num_rows"]:
             raise damaged(folder)
+        self.key: str = manifest["key"]
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
-        settings = ("layout", "columns", "min_score", "suspect_rows")
-        self.settings: dict[str, Any] = {name: manifest[name] for name in settings if name in manifest}
+        self.settings: dict[str, Any] = {name: manifest[name] for name in _SETTINGS}
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
-        # Manifests of older versions lack these fields.
-        self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
-        self.unused_columns: dict[str, str] = manifest.get("unused_columns") or {}
-        self.suspects = Suspects(**manifest.get("suspects", {}))
+        self.longest_instruction: list[str] | None = manifest["longest_instruction"]
+        self.unused_columns: dict[str, str] = manifest["unused_columns"]
+        self.suspects = Suspects(**manifest["suspects"])
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
 
 
@@ -295,17 +459,17 @@ def borrowed_cache(cache_dir: str | os.PathLike[str] | None = None) -> Iterator[
         yield folder
 
 
-def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> str:
-    """Write the folder of an identity in `root` if it does not exist; returns its key.
+def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> Path:
+    """The folder of an identity in `root`, written first if it does not exist.
 
-    `write` is called with the folder and the identity with its key. The folder appears only when it is complete, and
-    several processes may call this at the same time.
+    `write` is called with the folder and the identity. The folder appears only when it is complete, and several
+    processes may call this at the same time.
     """
-    key = content_key(identity)
-    if not (root / key).is_dir():
-        with writing_cache(root), atomic_folder(root / key) as folder:
-            write(folder, {**identity, "key": key})
-    return key
+    target = root / content_key(identity)
+    if not target.is_dir():
+        with writing_cache(root), atomic_folder(target) as folder:
+            write(folder, dict(identity))
+    return target
 
 
 @contextlib.contextmanager
@@ -323,29 +487,19 @@ def content_key(identity: Mapping[str, Any]) -> str:
 
 
 def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> CachedSource:
-    """Open a converted source; the first call for a content converts it.
-
-    The key is a hash of the file contents (or the commit of the Hub data set), the settings of the conversion, and the
-    schema version.
-    """
+    """Open a converted source; the first call for these files (or this commit) and settings converts it."""
     # Absolute, because a worker opens the folder again, possibly in another working directory.
     root = cache_folder(cache_dir).absolute()
     inputs = SourceInputs(config, root)
-    identity = {
-        "schema_version": SCHEMA_VERSION,
+    settings = {
         "layout": layout(config.conversion),
         "columns": dict(sorted(config.columns.items())),
         "min_score": min_score(config) if config.conversion == "sts" else None,
-        "suspect_rows": None,
-        "inputs": inputs.identity,
+        # A refused source is not stored, so `refuse` and `leave_out` share a folder.
+        "suspect_rows": "keep" if config.suspect_rows == "keep" else "leave_out",
     }
-    if config.conversion == "pairs":
-        # A refused source is not stored, so `leave_out` shares the key of `refuse`. Older versions used two keys.
-        separate = {**identity, "suspect_rows": config.suspect_rows}
-        is_separate = config.suspect_rows == "keep" or (root / content_key(separate)).is_dir()
-        identity = separate if is_separate else {**identity, "suspect_rows": "refuse"}
-    key = converted_folder(root, identity, partial(_convert, config, inputs))
-    cached = CachedSource(root / key, key)
+    identity = {"schema_version": SCHEMA_VERSION, **settings, "inputs": inputs.identity}
+    cached = CachedSource(converted_folder(root, identity, partial(_convert, config, inputs)))
     inputs.remember()
     cached.suspects.check(config)
     if cached.suspects.count and is_first_process():
@@ -386,23 +540,18 @@ def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity:
     if facts.substitutes:
         used = ", ".join(f"{name} as {field}" for name, field in facts.substitutes.items())
         logger.info("source %s: columns used: %s", config.name, used)
+    files, labels = folder_hashes(folder), list(facts.labels)
     fields = {
+        "key": content_key({"rows": files[ROWS_FILE], "labels": labels}),
         "num_rows": num_rows,
-        **_num_bytes(folder),
-        "labels": list(facts.labels),
+        "labels": labels,
         "lone_class": facts.lone_class,
         "longest_instruction": facts.longest_instruction,
         "unused_columns": facts.unused_columns(config),
         "suspects": asdict(facts.suspects),
         "paths": inputs.paths,
     }
-    write_manifest(folder, {**identity, **fields})
-
-
-def _num_bytes(folder: Path) -> dict[str, int]:
-    """The sizes of the files of rows and scores (if there are any), by manifest field."""
-    files = {"num_bytes": folder / ROWS_FILE, "num_score_bytes": folder / SCORES_FILE}
-    return {name: path.stat().st_size for name, path in files.items() if path.exists()}
+    write_manifest(folder, {**identity, **fields, FILES: files})
 
 
 def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:

@@ -30,8 +30,7 @@ from embeddings.data.docstrings.extract import SourceFile, decoded, find_sources
 from embeddings.data.records import kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names
-from embeddings.data.store import cache_folder, converted_folder
-from embeddings.data.table import damaged
+from embeddings.data.store import cache_folder, converted_folder, damaged
 from embeddings.data.tokenize import copied_backend
 
 # Names for lists of packages.
@@ -166,9 +165,9 @@ class TokenStream:
     shorter. Only the start of each document is stored.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
-        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
-        self.folder, self.key = folder, key
+    def __init__(self, folder: Path) -> None:
+        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION})
+        self.folder, self.key = folder, folder.name
         self.num_tokens: int = manifest["num_tokens"]
         dtype = np.dtype(manifest["dtype"])
         check_file(folder / TOKENS_FILE, "delete the folder and run again")
@@ -180,8 +179,8 @@ class TokenStream:
         if len(self._tokens) != self.num_tokens or len(self._starts) != manifest["num_documents"]:
             raise damaged(folder)
 
-    def __reduce__(self) -> tuple[type["TokenStream"], tuple[Path, str]]:
-        return TokenStream, (self.folder, self.key)
+    def __reduce__(self) -> tuple[type["TokenStream"], tuple[Path]]:
+        return TokenStream, (self.folder,)
 
     def num_rows(self, row_length: int) -> int:
         return -(-self.num_tokens // row_length)
@@ -212,8 +211,7 @@ def open_stream(
     }
     if source.max_rows is not None:
         identity["max_rows"] = source.max_rows
-    key = converted_folder(root, identity, partial(_write, documents, tokenizer))
-    stream = TokenStream(root / key, key)
+    stream = TokenStream(converted_folder(root, identity, partial(_write, documents, tokenizer)))
     documents.remember()
     return stream
 

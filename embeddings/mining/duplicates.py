@@ -16,8 +16,7 @@ from embeddings.common.io import text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows, write_array
 from embeddings.common.text import canonical
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
-from embeddings.data.store import CachedSource
-from embeddings.data.table import StoredRow, Table
+from embeddings.data.store import CachedSource, StoredRow, Table
 from embeddings.inference.bm25 import BM25, word_tokens
 
 COPY, NEAR_COPY = 1, 2
@@ -68,7 +67,7 @@ def find_duplicates(
     table = source.table
     fields = {
         "kind": "duplicates",
-        "source_key": source.folder.name,
+        "source_key": source.key,
         "num_rows": len(table),
         "near_duplicates": near_duplicates,
         "shingle": None if rule is None else shingle,
@@ -241,7 +240,7 @@ def find_contaminated(
     table = source.table
     fields = {
         "kind": "decontamination",
-        "source_key": source.folder.name,
+        "source_key": source.key,
         "num_rows": len(table),
         "evaluation": rule.fields,
         "shard_size": shard_size,

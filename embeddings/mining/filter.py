@@ -33,7 +33,7 @@ from embeddings.common.jobs import (
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.common.text import PromptChoice
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
-from embeddings.data.records import LabelledText, has_levels, is_json_lines, write_labelled_texts, write_records
+from embeddings.data.records import LabelledText, is_json_lines, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
 from embeddings.inference.encoder import embedder_sha256
@@ -347,7 +347,7 @@ def filter_pairs(
         raise OptionError("model", None, rule, "name a model directory")
     chosen = _chosen_rules(config, rules, decontaminator)
     source = open_cached(config, cache_dir)
-    graded = has_levels(source.table, f"source {config.name!r}")
+    graded = source.table.has_levels(f"source {config.name!r}")
     fields = _manifest_fields(source, rules, prompts, decontaminator, encoder)
     target = Path(output)
     if (report := _finished(target, fields)) is not None:
@@ -455,7 +455,7 @@ def _manifest_fields(
     return {
         "kind": "filtered pairs",
         SETTINGS: source.settings,
-        "source_key": source.folder.name,
+        "source_key": source.key,
         "inputs": source.inputs,
         "num_records": len(source.table),
         "rules": {**asdict(rules), **prompts},

@@ -34,8 +34,7 @@ from embeddings.common.process import logger, quiet_libraries
 from embeddings.common.text import PromptChoice, one_line
 from embeddings.data.records import NUM_LEVELS, Record, is_json_lines, table_writer
 from embeddings.data.sources import SourceConfig
-from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.data.table import Table
+from embeddings.data.store import CachedSource, Table, open_cached, read_records
 from embeddings.inference.encoder import embedder_sha256, module_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss
@@ -388,7 +387,7 @@ def _manifest_fields(
     fields = {
         "kind": "mined negatives",
         SETTINGS: source.settings,
-        "source_key": source.folder.name,
+        "source_key": source.key,
         "corpus_sha256": None if corpus is None else file_sha256(corpus),
         "teachers": [
             {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}

@@ -13,8 +13,7 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import atomic_folder, check_manifest, file_sha256, load_array, text_hash, write_manifest
 from embeddings.common.process import logger
 from embeddings.data.readers import open_reader
-from embeddings.data.store import CachedSource
-from embeddings.data.table import StoredRow, Table, write_table
+from embeddings.data.store import CachedSource, StoredRow, Table, write_table
 from embeddings.inference.vector_folder import text_field
 
 # Rows read at once.
@@ -46,7 +45,7 @@ class PairIndex:
 
     def __init__(self, folder: str | os.PathLike[str], source: CachedSource) -> None:
         self.source = source
-        fields = check_manifest(Path(folder), {"kind": "pair_index", "source_key": source.folder.name})
+        fields = check_manifest(Path(folder), {"kind": "pair_index", "source_key": source.key})
         self.num_queries, self.num_documents = (fields.integer(name) for name in ("num_queries", "num_documents"))
         self.key = {name: fields[name] for name in ("source_key", "corpus_sha256", "negatives")}
 
@@ -130,7 +129,7 @@ def index_pairs(
         raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
     key = {
         "kind": "pair_index",
-        "source_key": source.folder.name,
+        "source_key": source.key,
         "corpus_sha256": None if corpus is None else file_sha256(corpus),
         "negatives": negatives or None,
     }

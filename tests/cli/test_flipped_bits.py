@@ -50,7 +50,7 @@ def read_vectors(folder):
 
 def read_pairs(folder):
     source = open_cached(SourceConfig("a", "pairs.jsonl"), "cache")
-    return SurrogateVectors(folder, source.folder.name), PairIndex(folder / "index", source)
+    return SurrogateVectors(folder, source.key), PairIndex(folder / "index", source)
 
 
 # The card is the user's to change; the row numbers are for other programs.
@@ -62,7 +62,7 @@ READERS = {
     "contextual_vectors": read_vectors,
     "clusters": ClusterFolder,
     "pairs": read_pairs,
-    "converted": lambda folder: CachedSource(folder, next((folder.parent / "cache").glob("?" * 32)).name),
+    "converted": lambda folder: CachedSource(folder),
 }
 
 

@@ -26,7 +26,7 @@ def write_surrogates(folder, source, width=4, shard_size=3, negatives=False):
     texts = {"positive": [row.positives for row in rows]}
     texts |= {"negative": [row.negatives for row in rows]} if negatives else {}
     numbers = {}
-    key = {"source_key": source.folder.name}
+    key = {"source_key": source.key}
     (folder / "index").mkdir(parents=True)
     for kind, texts_of_rows in texts.items():
         flat = [numbers.setdefault(text, len(numbers)) for texts_of_row in texts_of_rows for text in texts_of_row]

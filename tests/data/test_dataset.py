@@ -12,8 +12,7 @@ from embeddings.data import Example, Mixture, Negative, PlanEntry, SourceConfig,
 from embeddings.data.checks import warn_of_unused_columns
 from embeddings.data.dataset import ClassExamples, LabelTexts, positions_of_level
 from embeddings.data.samplers.base import LevelRule
-from embeddings.data.store import ClassIndex, write_class_index
-from embeddings.data.table import StoredRow, Table, write_table
+from embeddings.data.store import ClassIndex, StoredRow, Table, write_class_index, write_table
 from tests.data.rows import dataset, graded, labelled, pairs, write_rows
 from tests.helpers.refusals import refused
 

@@ -15,7 +15,6 @@ from embeddings.data.records import (
     RECORD_FIELDS,
     Negative,
     Record,
-    has_levels,
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
@@ -250,7 +249,7 @@ def test_every_field_is_read_back_as_it_was(records, graded, scored, group_rows,
     assert [parse_record(row, {}, where) for where, row in rows] == records
     cached = open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
     assert [cached.table.row(row).query for row in range(len(records))] == [record.query for record in records]
-    assert has_levels(cached.table, "a") is graded
+    assert cached.table.has_levels("a") is graded
 
 
 def test_negatives_of_which_some_have_levels_are_refused(tmp_path):
@@ -258,4 +257,4 @@ def test_negatives_of_which_some_have_levels_are_refused(tmp_path):
         rows = [{**pair, "negatives": value} for pair, value in zip(pairs(3), negatives, strict=True)]
         cached = open_cached(SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows))), tmp_path / "cache")
         says = "mine: some negatives have a level and others have none; give all of them"
-        refused(InputError, says, has_levels, cached.table, "mine")
+        refused(InputError, says, cached.table.has_levels, "mine")

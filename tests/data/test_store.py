@@ -15,6 +15,7 @@ from embeddings.data.readers import Row
 from embeddings.data.sources import HashedFile
 from embeddings.data.store import (
     Facts,
+    StoredRow,
     cache_folder,
     convert_rows,
     open_cached,
@@ -22,8 +23,7 @@ from embeddings.data.store import (
     read_records,
     record_place,
 )
-from embeddings.data.table import StoredRow
-from tests.data.rows import labelled, pairs, write_jsonl
+from tests.data.rows import labelled, pairs, write_jsonl, write_rows
 from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.processes import Command
 from tests.helpers.refusals import refused
@@ -92,6 +92,22 @@ def test_the_key_depends_only_on_options_that_change_the_stored_rows(tmp_path, f
     for options in (first, second):
         open_cached(SourceConfig("a", str(path), **options), tmp_path / "cache")
     assert len(folders(tmp_path / "cache")) == conversions_done
+
+
+def test_the_key_is_that_of_the_rows_not_of_their_files_or_columns(tmp_path):
+    def key(rows, name, columns=None, **options):
+        path = str(write_rows(tmp_path / name, rows))
+        return open_cached(SourceConfig("a", path, columns=columns or {}, **options), tmp_path / "cache").key
+
+    rows, classes = pairs(50), labelled(2, 3)
+    first = key(rows, "a.jsonl")
+    assert key(rows, "a.jsonl.gz") == key(rows, "a.parquet") == first
+    renamed = [{"q": row["query"], "p": row["positive"], "id": "1"} for row in rows]
+    assert key(renamed, "b.jsonl", {"query": "q", "positive": "p"}) == first
+    assert key(rows[::-1], "c.jsonl") != first
+    of_classes = key(classes, "d.jsonl", conversion="class_by_example")
+    others = [{**row, "label": f"new {row['label']}"} for row in classes]
+    assert key(others, "e.jsonl", conversion="class_by_example") != of_classes
 
 
 def test_a_bad_row_and_a_file_that_changes_while_it_is_read_leave_no_conversion_behind(tmp_path, monkeypatch):
@@ -277,19 +293,3 @@ def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_rec
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
     says = r"a\.jsonl:3: language 'c' exceeds the maximum of 2 languages; map the field"
     refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))
-
-
-@pytest.mark.parametrize("policy", ["refuse", "leave_out"])
-def test_a_cache_of_an_older_version_is_used_again(policy, tmp_path, parsed):
-    """`leave_out` had a separate key, and manifests lacked some fields."""
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
-    made = open_cached(config, tmp_path / "cache").folder
-    manifest = json.loads((made / "manifest.json").read_text())
-    removed = ("suspects", "longest_instruction", "unused_columns")
-    names = ("schema_version", "layout", "columns", "min_score", "inputs")
-    identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    made.rename(tmp_path / "cache" / key)
-    rewrite_manifest(tmp_path / "cache" / key / "manifest.json", *removed, **identity, key=key)
-    assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
-    assert len(parsed) == 5

@@ -38,7 +38,7 @@ def documents_of(plain):
 
 
 def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path, monkeypatch):
-    vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.folder.name)
+    vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.key)
     documents = documents_of(plain)
     assert vectors.width == 4
     with monkeypatch.context() as patch:
@@ -61,7 +61,7 @@ def test_the_vectors_that_the_jobs_write_are_read_and_marked_as_checked(plain, t
     written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3, negatives=True)
     for name in ("queries", "documents"):
         assert json.loads((tmp_path / "s" / name / "manifest.json").read_text())[CHECKED] is True
-    vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
+    vectors = SurrogateVectors(tmp_path / "s", plain.cached.key)
     assert vectors.width == written.query_shards.embedding_dim
     queries, documents = (np.concatenate(list(shards)) for shards in (written.query_shards, written.document_shards))
     for row in range(8):
@@ -177,7 +177,7 @@ def test_an_invalid_vector_is_named_by_shard_and_row(role, value, kind, plain, t
     expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
     refused(InputError, expected, with_vectors, plain, tmp_path / "s")
     # A vector that is damaged later is found when it is drawn.
-    opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name, check_vectors=False)
+    opened = SurrogateVectors(tmp_path / "s", plain.cached.key, check_vectors=False)
     assert (opened.query(0) @ opened.query(0), opened.positives(1).shape) == (pytest.approx(1), (2, 4))
     with pytest.raises(InputError, match=expected):
         [(opened.query(row), opened.positives(row)) for row in range(8)]

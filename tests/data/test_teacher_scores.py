@@ -7,16 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from embeddings.common import InputError, TextSettings
+from embeddings.common import TextSettings
 from embeddings.common.random import derive_seed
-from embeddings.data import ContrastiveCollator, Mixture, PlanEntry, SourceConfig
+from embeddings.data import ContrastiveCollator, Mixture, PlanEntry
 from embeddings.data.records import Example, Negative, Record, parse_record, write_records
 from embeddings.data.samplers.base import LevelRule
-from embeddings.data.store import CachedSource, open_cached
-from embeddings.data.table import ROWS_FILE, SCORES_FILE
 from embeddings.data.tokenize import TextTokenizer
-from tests.data.rows import dataset, pairs, write_jsonl
-from tests.helpers.refusals import refused
+from tests.data.rows import dataset, pairs
 from tests.helpers.tiny import wordpiece_tokenizer
 
 LEVELS = [{"text": f"n{place}", "level": level} for place, level in enumerate([3, 1, 4, 1])]
@@ -56,23 +53,6 @@ def test_negatives_sorted_by_level_keep_their_scores():
     found = parse_record(row, {"scores": "teacher"}, "f:1").scores
     assert (found[0], found[2], math.isnan(found[1])) == (2.0, -1.5, True)
     assert parse_record({**row, "scores": None}, {}, "f:1").scores == ()
-
-
-def test_rows_are_the_same_bytes_with_and_without_scores_whose_damaged_file_is_refused(tmp_path):
-    found = {}
-    for name, rows in {"with": mixed(9), "without": [{**row, "scores": None} for row in mixed(9)]}.items():
-        source = open_cached(SourceConfig(name, str(write_jsonl(tmp_path / f"{name}.jsonl", rows))), tmp_path / "cache")
-        found[name] = source
-        assert source.table.has_scores is (source.folder / SCORES_FILE).exists() is (name == "with")
-    one, other = ((found[name].folder / ROWS_FILE).read_bytes() for name in ("with", "without"))
-    assert one == other
-    assert {row.scores for row in found["without"].table.rows(range(9))} == {()}
-    source = found["with"]
-    scores = source.folder / SCORES_FILE
-    scores.write_bytes(scores.read_bytes()[:-8])
-    refused(InputError, "scores.arrow: is damaged", CachedSource, source.folder, source.key)
-    scores.unlink()
-    refused(InputError, "scores.arrow: is damaged", CachedSource, source.folder, source.key)
 
 
 @pytest.mark.parametrize("rule", [None, LevelRule(1, cumulative=True), LevelRule(3, cumulative=True), LevelRule(1)])

@@ -10,7 +10,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data.table import StoredRow
+from embeddings.data.store import StoredRow
 from embeddings.inference.bm25 import BM25, word_tokens
 from embeddings.mining import duplicates
 from embeddings.mining.duplicates import (

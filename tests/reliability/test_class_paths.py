@@ -31,8 +31,8 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "a string below one of ours": ("embeddings.common.io.os.system", "embeddings.common.io.os.system"),
     "a class path alone": ({"class_path": "canary_module.Thing"}, "canary_module.Thing"),
     "a function of an allowed module": (
-        {"class_path": "embeddings.data.table.write_table", "init_args": {"folder": CANARY, "rows": []}},
-        "data.table.write_table",
+        {"class_path": "embeddings.data.store.write_table", "init_args": {"folder": CANARY, "rows": []}},
+        "data.store.write_table",
     ),
     "a list of classes": ([{"class_path": "canary_module.Thing"}], ""),
 }
