@@ -98,8 +98,7 @@ class ResumableLoader(ShieldedLoader):
     Workers run ahead of training, so a batch counts when it is delivered. Iterating again after the end of an epoch
     continues with the next epoch. Iteration starts at the first `next`, so a state may be loaded after `iter`.
 
-    Determinism: the batches follow the sampler's plan for any number of workers; the global random state does not
-    change. The state is the same on every rank.
+    The batches and the state are the same for any number of workers and on every rank.
 
     Args:
         dataset: Rows by entries of the plan.

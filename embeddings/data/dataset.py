@@ -182,10 +182,9 @@ def _as_list(value: Any) -> Any:
 
 
 class SourceDataset:
-    """Examples of one source, by row and draw key; safe to pickle and fork.
+    """Examples of one source: a pure function of row, draw key and level rule; safe to pickle and fork.
 
-    Determinism: an example is a pure function of (source, row, draw, level rule); neither ranks nor workers matter.
-    Length: `max_rows`, or all rows if there are fewer (without those that `single_text_classes` leaves out).
+    Its length is `max_rows`, or all rows (without those that `single_text_classes` leaves out).
 
     Raises:
         InputError: If the rows do not suit the conversion.
@@ -302,8 +301,6 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
 
 class Mixture:
     """The rows of all sources, concatenated; safe to pickle and fork.
-
-    Determinism: an example is a pure function of the sources and (row, draw, level rule).
 
     Raises:
         OptionError: If the surrogate vectors of the sources differ in width.

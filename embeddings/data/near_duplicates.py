@@ -38,7 +38,6 @@ class NearDuplicates:
         num_parts: Number of texts per item.
         shingle: Words, or characters for languages without spaces. Words are case-sensitive and ignore punctuation.
 
-    Determinism: keys are the same on every machine and in every process.
     Source: Broder 1997, "On the resemblance and containment of documents"; bands of MinHash values as in Leskovec,
         Rajaraman and Ullman, "Mining of Massive Datasets", section 3.4. Differs: a band spans all parts.
     """
@@ -120,7 +119,6 @@ def mark_copies(
     """For each row, whether it is a copy of an earlier row that is not a copy itself.
 
     Only rows that share a key in some column of `key_columns`, (num_rows,) uint32 each, are compared.
-    Memory: 20 bytes per row while a column is sorted, and 36 bytes for each key that a row shares with another row.
     """
     assert num_rows < 2**32
     row_E, group_E = _shared_keys(key_columns, num_rows)

@@ -130,8 +130,6 @@ class SourceConfig(Origin):
             them. `cluster --vectors` writes it; `--negatives true` includes the hard negatives.
         licence: Licence of the data, for the model card; None if it is unknown.
 
-    Raises:
-        OptionError: If a value is impossible or cannot take effect.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 and Table 12.
     """
 

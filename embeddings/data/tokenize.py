@@ -36,8 +36,7 @@ class TextTokenizer:
     """Tokenises prompt and text as one string and marks the tokens that enter the pooling.
 
     A token belongs to the prompt if its characters end at or before the end of the prompt, else to the text. So a word
-    token that includes the space before it (`▁how`, `Ġhow`) is text, even if the space is part of the prompt. A token
-    of that space alone is prompt. All bytes of a character that is split over tokens are on one side.
+    token that includes the space before it (`▁how`, `Ġhow`) is text, even if the space is part of the prompt.
 
     With a prompt, pooling excludes its tokens and the special tokens before them (`[CLS]`, `<s>`), as NV-Embed does.
     Without one, or with `pool_prompt`, every token is pooled (without `pool_start`, not the special tokens before the
@@ -50,7 +49,6 @@ class TextTokenizer:
             end, or its start, with the prompt, if the tokenizer's `truncation_side` is `left`.
         settings: Lengths, prompts and special tokens.
 
-    Determinism: the tokens of a text depend only on the text, its prompt and its role.
     Raises:
         OptionError: If the tokenizer is slow, lacks a token that the settings need, or merges the suffix with the text.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4 (Eq. 2); the released `modeling_nvembed.py`. Differs: the

@@ -89,13 +89,9 @@ class RunLength:
 class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """Yields this rank's slice of each batch of an epoch.
 
-    A subclass defines the number of steps per epoch (`num_steps`) and the batch of a step (`global_batch`). The rank
-    and the number of ranks are read on use, so a sampler may be created before the process group.
-
-    Determinism: (seed, epoch, step, global batch size) → one global batch; rank r of R takes rows r·B … (r+1)·B - 1 of
-    it. A different number of ranks gets the same batches if batch_size x ranks stays the same.
-    Guarantees: ranks are disjoint, and every batch is full: rows that do not fill the last batch are left out.
-    Length: `len` is `num_steps`, the batches of a complete epoch, also if iteration starts later in the epoch.
+    A subclass defines the number of steps per epoch (`num_steps`) and the batch of a step (`global_batch`): a function
+    of (seed, epoch, step, global batch size). Rank r of R takes rows r·B … (r+1)·B - 1 of it, so another number of
+    ranks gets the same batches if batch_size x ranks stays the same. Every batch is full; `len` is `num_steps`.
 
     Args:
         batch_size: Queries in the batch of one rank.
@@ -343,12 +339,9 @@ class BlendedBatchSampler(BatchSampler):
     Each source is read in a random order, a new one in each pass. Any step is computed directly (`Apportionment`), and
     nothing is stored per row. The rows of a step are shuffled, so the slice of each rank is a mix too.
 
-    Determinism: see `BatchSampler`.
-    Guarantees: over any number of steps, the rows of a source differ from its exact share by less than 2. With
-    proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row is repeated, and fewer than
-    global_batch_size rows, different ones in each epoch, are left out. Otherwise passes continue across epochs: all
-    rows of a source are drawn j times before any is drawn j + 1 times.
-    Length: `steps_per_epoch`, or the number of full global batches in the rows of all sources.
+    Over any number of steps, the rows of a source differ from its exact share by less than 2. With proportions `size`,
+    temperature 1 and no `steps_per_epoch`, an epoch is one pass, which leaves out fewer than global_batch_size rows.
+    Otherwise passes continue across epochs: all rows of a source are drawn j times before any is drawn j + 1 times.
 
     Args:
         sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
@@ -442,11 +435,9 @@ class Apportionment:
     """Splits any number of draws over sources; the split of t + 1 draws adds one draw to the split of t.
 
     The sources are the leaves of a Huffman tree of their weights. A node with share q of its parent's weight gets
-    floor(t·q + 1/2) of the parent's t draws, and its sibling gets the rest. Neither decreases as t grows. With integer
-    weights all counts are exact if t is a multiple of their sum. The cost is one operation per source for any t.
-
-    Guarantees: counts sum to t; none decreases as t grows; a count differs from t·p by less than 2 at every t (a node
-    inherits q of its parent's error and adds at most 1/2; in a Huffman tree q <= 2/3 for every node but the leaves).
+    floor(t·q + 1/2) of the parent's t draws, and its sibling gets the rest. So counts sum to t, never decrease, and
+    differ from t·p by less than 2: a node inherits q of its parent's error, and in a Huffman tree q <= 2/3 but for the
+    leaves.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

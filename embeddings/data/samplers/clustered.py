@@ -42,8 +42,6 @@ class ClusterFolder:
         offsets: Start of each cluster in `rows_by_cluster`, then the number of rows, (k+1,) int64.
         centroids: Unit vectors, (k, d) float32.
         neighbours: The n nearest other clusters of each cluster, nearest first, (k, n) int32.
-
-    Cost: opening reads and checks rows, neighbours and centroids once, in blocks of 4 MiB. Size: 8 bytes per row.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -100,8 +98,7 @@ def write_cluster_files(
 ) -> dict[str, Any]:
     """Write the files of a cluster folder, each atomically; returns their manifest fields.
 
-    A counting sort, shard by shard, writes the rows into a memory-mapped file: memory grows with the largest shard and
-    the number of clusters, not with the number of rows. `assignments`, the cluster of each row, is read twice.
+    `assignments` are the clusters of the rows, shard by shard; one shard is in memory at a time.
     """
     num_rows, num_clusters = sum(map(len, assignments)), len(centroids)
     assert 0 < num_rows <= MAX_ROWS
@@ -170,11 +167,8 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
     1. the neighbours of the current cluster (exact);
     2. the neighbours of these neighbours;
     3. a random sample of 1,024 to 2,048 unvisited clusters, or all of them if there are fewer.
-    Time and memory grow with k, not k²: 2 to 6 microseconds and 9 bytes per cluster. With 32 neighbours the tour is
-    at most 0.3 % longer than the exact greedy tour, with 8 at most 1.2 %; a random order is 2 to 3 times as long.
-
-    Determinism: the order depends only on (centroids, neighbours, key), on every machine. Inner products use vectors
-    rounded to 1/4096, so the order of summation cannot change a near tie; of equal clusters the first one is taken.
+    Time and memory grow with k, not k². With 32 neighbours the tour is at most 0.3 % longer than the exact greedy tour.
+    Inner products use vectors rounded to 1/4096, so every machine gives the same order.
 
     Args:
         centroids: Centroids of unit length, (k, d) float32; may be memory-mapped, few are read.
@@ -229,9 +223,8 @@ class PackedClusters:
     tour visits outliers last, so skipping the end would drop them in every epoch. The rows of a split cluster are in
     random order.
 
-    Determinism: batches depend only on (clusters, order, batch_size, key); each is computed without the earlier ones.
-    Guarantees: no row is repeated; fewer than `batch_size` rows are left out; a batch contains as few clusters as its
-    position in the order allows. Memory: 12 bytes per cluster, nothing per row.
+    No row is repeated; fewer than `batch_size` rows are left out. Memory: 12 bytes per cluster.
+
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: CDE drops the tail of the order.
     """
 
@@ -283,13 +276,9 @@ class ClusteredBatchSampler(BatchSampler):
     `own_blocks`: a block has batch_size rows, and each rank takes a different block, possibly of another source. The
         paper shares no candidates between GPUs (abstract); its release then uses a separate batch on each GPU.
 
-    Determinism: see `BatchSampler`; with `own_blocks` the batches depend on batch_size and the number of ranks, not
-    only on their product. The order of the clusters costs 2 to 6 microseconds per cluster, once per epoch.
-    Guarantees: sources never share a block. In an epoch no row is repeated. Rows of a source that do not fill a block
-    are left out, and with `own_blocks` also fewer blocks than ranks; these rows differ between epochs. A source with
-    fewer rows than a block is not used, and `remarks` names it. A cluster smaller than a block is split at most once.
-    Memory: 12 bytes per cluster beside the memory-mapped files, nothing per row.
-    Length: the number of full blocks of all sources; with `own_blocks`, divided by the number of ranks.
+    In an epoch no row is repeated. Rows of a source that do not fill a block are left out, and with `own_blocks` also
+    fewer blocks than ranks; these rows differ between epochs. With `own_blocks` the batches depend on batch_size and
+    the number of ranks, not only on their product.
 
     Args:
         sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.

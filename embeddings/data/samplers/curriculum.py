@@ -77,9 +77,7 @@ class CurriculumBatchSampler(BatchSampler):
     The inner sampler selects the rows of a batch; this one selects the negatives that a step may use (`level_of`,
     `positions_of_level`). The level is the same on all ranks and for all batches accumulated into one update.
 
-    Determinism: the rows are those of the inner sampler. The level is a function of (seed, optimiser step), the step of
-    (epoch, batch, length of the run). A resumed run continues with the level of its step.
-    Guarantees and length: those of the inner sampler. No negative is harder than the level of the step.
+    No negative is harder than the level of the step.
 
     Args:
         sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.

@@ -18,11 +18,8 @@ class HomogeneousBatchSampler(BatchSampler):
     the ratio of their shares. With shares proportional to size (the default), all last until the end. A source with
     fewer rows than a global batch (such as small languages at 16,384 pairs) is not used, and `remarks` names it.
 
-    Determinism: see `BatchSampler`; computing a step costs a few array operations over the sources.
-    Guarantees: sources never share a batch. In an epoch no row is repeated, and of each source fewer than
-    global_batch_size rows, different ones in each epoch, are left out. When a source finishes, each remaining source
-    has had its share of the batches within half a batch. Memory: a few numbers per source, nothing per row.
-    Length: the total number of full global batches of all sources.
+    In an epoch no row is repeated, and of each source fewer than global_batch_size rows are left out. When a source
+    finishes, each remaining source has had its share of the batches within half a batch.
 
     Args:
         sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
@@ -36,7 +33,6 @@ class HomogeneousBatchSampler(BatchSampler):
         OptionError: If an option is invalid or cannot take effect, or no source fills a global batch.
     Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set per batch. Differs: the
         paper does not describe how the data set is drawn; this uses exact counts in random order.
-    Related: `BlendedBatchSampler` mixes the sources in each batch; `ClusteredBatchSampler` groups similar rows.
     """
 
     def __init__(
