@@ -189,9 +189,9 @@ def with_source_prompts(
 ) -> TextSettings:
     """The settings `text`, those of the model that training starts from, and the prompts of the sources.
 
-    A saved model so encodes with its training prompts. The first query prompt of a source is stored under the name of
-    the source. A prompt that all sources share also becomes `query` or `document`, the default for encoding. Prompts of
-    `text` take precedence over those of sources, and these over those of the model.
+    The first query prompt of a source is stored under the name of the source. A prompt that all sources share also
+    becomes `query` or `document`, the default for encoding. Prompts of `text` take precedence over those of sources,
+    and these over those of the model.
     """
     model = TextSettings() if model is None else model
     settings = text.following(model)

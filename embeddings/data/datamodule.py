@@ -164,11 +164,10 @@ class ResumableLoader(ShieldedLoader):
 
 
 class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
-    """Base class of the data modules: batches drawn by a plan, made in workers, resumed exactly.
+    """Base class of the data modules: batches drawn by a plan, made in workers, resumed exactly."""
 
-    The checkpoint stores the position in the plan twice: Lightning also saves the state of the loader, but ignores it
-    if the loader was created before the checkpoint was read (a schedule that needs the number of steps does this).
-    """
+    # The checkpoint stores the position in the plan twice: Lightning also saves the state of the loader, but ignores it
+    # if the loader was created before the checkpoint was read (a schedule that needs the number of steps does this).
 
     def __init__(
         self,

@@ -46,8 +46,8 @@ def stored_texts(stored: StoredRow, index: int, draw: int) -> ExampleTexts:
 class ClassExamples:
     """A random text of the query's class as the positive, random texts of other classes as negatives.
 
-    All texts differ from each other and from the query. The positive is uniform over the other texts of the class, the
-    negatives over all rows of other classes. There are fewer than `num_negatives` if too few different texts exist.
+    All texts differ. The positive is uniform over the other texts of the class, the negatives over all rows of other
+    classes; there are fewer than `num_negatives` if too few different texts exist.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -96,10 +96,9 @@ class LabelTexts:
 
 
 def positions_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
-    """Positions of the negatives that a level rule allows, in row order; with `cumulative`, in random order.
+    """Positions of the negatives (hardest first) that a level rule allows; with `cumulative`, in random order.
 
-    `negatives` are hardest first. A row without the level uses its nearest coarser level, or none: a step never uses a
-    negative that is harder than its level. Negatives without levels belong to every level.
+    A row without the level uses its nearest coarser level, or none. Negatives without levels belong to every level.
     """
     if not any(negative.level for negative in negatives):
         return list(range(len(negatives)))

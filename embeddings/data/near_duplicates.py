@@ -29,9 +29,8 @@ class NearDuplicates:
     """Detects near-copies among items that consist of one or more texts (parts).
 
     Two items are near-copies if, in every part, their sets of shingles (3 consecutive words, or 5 consecutive
-    characters) have a Jaccard similarity of at least `threshold`. Near-copies share at least one of their `keys`, with
-    probability 1 - `MISS_FRACTION` at the threshold. `alike` compares their `sets` exactly. A key is a hash of MinHash
-    values of all parts, so items share it only if all their parts are similar.
+    characters) have a Jaccard similarity of at least `threshold`. They share at least one of their `keys`, with
+    probability 1 - `MISS_FRACTION` at the threshold; `alike` compares their `sets` exactly.
 
     Args:
         threshold: Minimum Jaccard similarity of near-copies, from 0.5 (lower values need too many keys) to 1.

@@ -49,10 +49,7 @@ class Row(NamedTuple):
 
 
 class Reader(ABC):
-    """Rows in order, with the progress of reading.
-
-    `total_bytes` is None if it is unknown; `unread_columns` are the columns that are not read.
-    """
+    """Rows in order, with the progress of reading; `total_bytes` is None if it is unknown."""
 
     path: Path
     total_bytes: int | None = None
@@ -80,10 +77,10 @@ def row_in_memory(source: str, index: int) -> str:
 
 
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
-    """The reader for a file: gzip and Parquet are recognised by their first bytes, not by the name.
+    """The reader for a file: gzip and Parquet are recognised by their first bytes, tables by their names.
 
-    A file named `.csv` or `.tsv` (also gzipped) is a table, unless its content starts with JSON. From Parquet only
-    `fields` and columns that may stand in for an optional one are read, or all columns if a `required` one is missing.
+    From Parquet only `fields` and columns that may stand in for an optional one are read, or all columns if a
+    `required` one is missing.
     """
     check_regular(path)
     try:
@@ -167,8 +164,7 @@ class JsonlReader(LineReader):
 class CsvReader(LineReader):
     """Rows of a table with a header; an empty cell is null.
 
-    A quoted cell may contain the separator, line ends and doubled quotes. Messages name a row by its first line. The
-    first of `separators` that the header contains separates the cells.
+    Messages name a row by its first line. The first of `separators` that the header contains separates the cells.
     """
 
     def __init__(self, path: Path, gzipped: bool, separators: str) -> None:

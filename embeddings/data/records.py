@@ -177,10 +177,7 @@ def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
 
 
 def substitute_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """For each of `fields` without a column of that name, the non-null columns of the row that stand in for it.
-
-    A field with several such columns is ambiguous, except `negatives`, whose columns are sorted by number.
-    """
+    """For each of `fields` without a column of that name, the non-null columns of the row that stand in for it."""
     return _substitutes(tuple(str(name) for name, value in row.items() if value is not None), fields)
 
 
@@ -330,8 +327,7 @@ class _Row:
     def _unpacked(self, name: str, value: Any) -> Any:
         """The list of texts that a cell of a table contains as JSON; any other value is unchanged.
 
-        A cell with a Python list is refused, and elsewhere negatives that are a list written as text: they would be one
-        text. A positive may be a document that is such a list.
+        Elsewhere negatives that are a list written as text are refused; a positive may be such a document.
         """
         if not isinstance(value, str) or not (isinstance(value, Cell) or name == "negatives"):
             return value
@@ -491,10 +487,7 @@ def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Ite
 def write_records(
     path: Path, records: Iterable[Record], graded: bool, json_lines: bool = False, scored: bool = False
 ) -> int:
-    """Write records to a Parquet file, or as JSON lines, with the columns of `record_schema`; returns their number.
-
-    `GROUP_ROWS` records are in memory at a time. The write is not atomic: use it within `atomic_path`.
-    """
+    """Write records to a Parquet file, or as JSON lines, with the columns of `record_schema`; returns their number."""
     schema = record_schema(graded, scored)
     return _write_rows(path, (_fields(record, graded) for record in records), schema, json_lines)
 

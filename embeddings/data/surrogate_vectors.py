@@ -27,8 +27,7 @@ class SurrogateVectors:
     The folder contains `index/` (the documents that are positives and negatives of each row), `queries/` and
     `documents/` (shards of vectors). Pickling stores only the path; the other process opens the folder again.
 
-    Opening reads every shard once, to compare it with its manifest. It also checks all vectors of shards that are not
-    older than the manifest, because the job did not check these. Reading a vector checks it again, in 1 microsecond.
+    Opening compares every shard with its manifest, and checks all vectors of shards that the job did not check.
     """
 
     def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:

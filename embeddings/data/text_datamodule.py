@@ -131,8 +131,7 @@ _BATCH = 256
 class DocumentTokenizer:
     """Converts documents to token ids with the special tokens of the tokenizer and, if requested, a final separator.
 
-    A special token in the text of a document (`</s>` in a source file) is tokenised as plain characters, so separators
-    occur only at the ends of documents. Nothing is truncated.
+    A special token in the text of a document (`</s>` in a source file) is tokenised as plain characters.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
@@ -159,11 +158,7 @@ class DocumentTokenizer:
 
 
 class TokenStream:
-    """Memory-mapped reader of a token stream; rows are computed, not stored.
-
-    Row r contains tokens r·L … (r+1)·L - 1 of the stream, so every token is in exactly one row; the last row may be
-    shorter. Only the start of each document is stored.
-    """
+    """Memory-mapped reader of a token stream: row r contains tokens r·L … (r+1)·L - 1; the last may be shorter."""
 
     def __init__(self, folder: Path) -> None:
         manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION})
@@ -413,10 +408,7 @@ class TextDataModule(PlannedDataModule):
 
 
 def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[PlanEntry]]:
-    """One rank's batches of rows 0 … num_rows-1: each row is in one batch of one rank, and ranks have equal numbers.
-
-    The row index is the seed of the row's random choices. Rows with index -1 fill the last batches.
-    """
+    """One rank's batches of rows 0 … num_rows-1, as many on every rank; rows with index -1 fill the last ones."""
     batches, step = [], batch_size * num_ranks
     for start in range(rank * batch_size, -(-num_rows // step) * step, step):
         numbers = range(start, start + batch_size)

@@ -218,10 +218,9 @@ def _rounded(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
 class PackedClusters:
     """The batches of one epoch of one source: its clusters concatenated in `order`, split every `batch_size` rows.
 
-    A cluster larger than a batch is split over several; clusters smaller than a batch share it with the next ones in
-    the order. The rows that do not fill a batch are skipped together at a random position between two batches. A greedy
-    tour visits outliers last, so skipping the end would drop them in every epoch. The rows of a split cluster are in
-    random order.
+    The rows that do not fill a batch are skipped together at a random position between two batches: a greedy tour
+    visits outliers last, so skipping the end would drop them in every epoch. The rows of a split cluster are in random
+    order.
 
     No row is repeated; fewer than `batch_size` rows are left out. Memory: 12 bytes per cluster.
 
