@@ -197,12 +197,13 @@ class Table:
         if outside_N.any():
             raise IndexError(f"row {index_N[outside_N][0]} of {len(self)}")
         batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
-        parts, order = [pa.table({name: pa.array([], _SCHEMA.field(name).type) for name in names})], [np.empty(0, int)]
+        schema = pa.schema([_SCHEMA.field(name) for name in names])
+        parts, order = [], [np.empty(0, np.int64)]
         for batch in np.unique(batch_N).tolist():
             order.append(np.flatnonzero(batch_N == batch))
-            rows = pa.array(index_N[order[-1]] - self._start_R[batch])
-            parts.append(pa.Table.from_batches([self._batch(batch).select(names).take(rows)]))
-        taken = pa.concat_tables(parts).take(pa.array(np.argsort(np.concatenate(order))))
+            rows = index_N[order[-1]] - self._start_R[batch]
+            parts.append(self._batch(batch).select(names).take(pa.array(rows)))
+        taken = pa.Table.from_batches(parts, schema).take(pa.array(np.argsort(np.concatenate(order))))
         return [column.to_pylist() for column in taken.columns]
 
     def _batches(self) -> Iterator[Any]:

@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_any_file_is_refused_by_its_reader(name, world, model, 
     folder = Path(model) if name == "model" else world / name
     READERS[name](folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in NOT_READ]
-    assert len(files) > 2
+    assert len(files) >= 2
     accepted = []
     for path in files:
         for place in flips(path):

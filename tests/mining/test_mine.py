@@ -123,7 +123,7 @@ def test_a_finished_file_is_reused_and_another_input_is_refused_by_name(tmp_path
     refused(InputError, "field 'teachers'", run, tmp_path, "mined.parquet", models=["other"])
     with pytest.raises(InputError, match="field 'source_key' differs: the output was made with another source"):
         run(tmp_path, "mined.parquet", rows=ROWS[:9])
-    with pytest.raises(InputError, match=r"'source_settings\.suspect_rows' is 'refuse', expected 'keep'; make"):
+    with pytest.raises(InputError, match=r"'source_settings\.suspect_rows' is 'leave_out', expected 'keep'; make"):
         run(tmp_path, "mined.parquet", source={"suspect_rows": "keep"})
     assert outputs(tmp_path, "mined.parquet") == before
     (tmp_path / "mined.parquet").unlink()
