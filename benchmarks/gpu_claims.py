@@ -28,7 +28,7 @@ from embeddings.common.jobs import save_array
 from embeddings.inference import Encoder
 from embeddings.inference.encoder import TokenisedTexts
 from embeddings.inference.vector_folder import VectorShards
-from embeddings.losses import InfoNCE, tiled_cross_entropy
+from embeddings.losses import InfoNCE, tiled_cross_entropies
 from embeddings.mining import ExactSearch, spherical_kmeans
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, LoraSettings, MeanPooling
 from embeddings.models.bidirectional import make_bidirectional
@@ -348,7 +348,7 @@ def loss(bench: Bench) -> None:
     row_RD, column_CD = (F.normalize(each, dim=-1).requires_grad_() for each in drawn)
 
     def tiled(count: int) -> tuple[Tensor, ...]:
-        value, _, _ = tiled_cross_entropy(row_RD[:count], column_CD[:count], scale, target_R[:count])
+        value = tiled_cross_entropies([row_RD[:count]], [column_CD[:count]], scale, target_R[:count]).loss_W[0]
         return torch.autograd.grad(value, [row_RD, column_CD])
 
     def dense(count: int) -> tuple[Tensor, ...]:

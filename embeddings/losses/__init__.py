@@ -1,10 +1,10 @@
 """Floor 1: losses on batches of embeddings, and the router losses of sparse models."""
 
 from embeddings.losses.distillation import MarginMSE, SimilarityDistillation
-from embeddings.losses.info_nce import InfoNCE, MatryoshkaInfoNCE
+from embeddings.losses.info_nce import InfoNCE, similarity_matrix, tiled_cross_entropies
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
-from embeddings.losses.masks import SurrogateFilter, is_negative_mask
-from embeddings.losses.tiles import similarity_matrix, tiled_cross_entropy
+from embeddings.losses.matryoshka import MatryoshkaInfoNCE
+from embeddings.losses.surrogates import SurrogateFilter
 
 __all__ = [
     "InfoNCE",
@@ -13,9 +13,8 @@ __all__ = [
     "MatryoshkaInfoNCE",
     "SimilarityDistillation",
     "SurrogateFilter",
-    "is_negative_mask",
     "load_balancing_loss",
     "router_z_loss",
     "similarity_matrix",
-    "tiled_cross_entropy",
+    "tiled_cross_entropies",
 ]

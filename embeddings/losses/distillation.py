@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_rows
-from embeddings.losses.info_nce import InfoNCE
-from embeddings.losses.masks import missing_teacher_error, surrogate_vectors
-from embeddings.losses.tiles import comparable, row_tiles, scores_at_once
+from embeddings.losses.info_nce import InfoNCE, comparable, row_tiles, scores_at_once
+from embeddings.losses.surrogates import missing_teacher_error, surrogate_vectors
 
 
 class Distillation(InfoNCE):

@@ -1,39 +1,37 @@
-"""InfoNCE and its Matryoshka form, computed in tiles: the full B x C score matrix is never in memory."""
+"""InfoNCE, the masks of its false negatives, and its scores in tiles: the full B x C matrix is never in memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
-from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
+from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank, reduce_int
 from embeddings.common.protocols import KeepsArguments
 from embeddings.common.text import Similarity
-from embeddings.common.types import moved
-from embeddings.losses.masks import (
-    CandidateKeys,
-    QueryKeys,
+from embeddings.common.types import queues_work
+from embeddings.losses.surrogates import (
     SurrogateFilter,
-    SurrogateQueries,
-    exclude_candidates_,
-    exclude_queries_,
+    Surrogates,
     missing_surrogates_error,
     missing_teacher_error,
-    query_index,
-    surrogate_false_negatives,
     surrogate_vectors,
 )
-from embeddings.losses.tiles import (
-    ExcludeInPlace,
-    WidthScores,
-    comparable,
-    row_tiles,
-    scores_at_once,
-    tiled_cross_entropies,
-)
+
+# A class is encoded as one number: source * _LABELS_PER_SOURCE + label.
+_LABELS_PER_SOURCE = 2**40
+# Placeholder keys that never match the other side: for texts without a key, or if keys are not compared.
+_NO_QUERY_KEY, _NO_CANDIDATE_KEY = -1, -2
+# Matrix products of fewer rows are slow.
+_MIN_TILE_ROWS = 32
+# Default scores per tile: 8 MB on a CPU, about its cache; 256 MB on a GPU, where each tile launches kernels.
+_TILE_SIZE_OF_HOST, _TILE_SIZE_OF_DEVICE = 2**21, 2**26
+# (tile of scores, its rows) → None: sets excluded scores to minus infinity, in place.
+ExcludeInPlace = Callable[[Tensor, slice], None]
 
 
 class InfoNCE(KeepsArguments, nn.Module):
@@ -42,7 +40,7 @@ class InfoNCE(KeepsArguments, nn.Module):
     loss = mean over B of  -log( exp(s(q, d+)/t) / (exp(s(q, d+)/t) + sum over negatives exp(s(q, d)/t)) ), with s the
     similarity and t the temperature. Negatives are the query's hard negatives and, if its source allows in-batch
     negatives, the candidates of all other queries of all ranks. Candidates that may answer the query are masked (see
-    `masks.false_negatives`). Scores are computed in tiles of whole rows. Each tile adds its share of the gradient
+    `false_negatives`). Scores are computed in tiles of whole rows. Each tile adds its share of the gradient
     before the next tile is computed, so nothing is computed twice and memory grows with B + C.
 
     Args:
@@ -125,15 +123,7 @@ class InfoNCE(KeepsArguments, nn.Module):
         return (self.has_teacher and not self.takes_scores) or self.false_negative_filter is not None
 
     def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
-        """Check that batches carry the teacher or surrogate data that the loss needs.
-
-        Args:
-            has_surrogates: Whether batches carry another model's vectors.
-            has_scores: Whether batches carry a teacher's scores; None if not known yet.
-
-        Raises:
-            OptionError: If they are missing.
-        """
+        """Raise an `OptionError` if batches lack the vectors or scores (None: not known yet) that the loss needs."""
         if self.needs_surrogates and not has_surrogates:
             raise missing_surrogates_error(type(self).__name__)
         if self.has_teacher and not has_surrogates and has_scores is False:
@@ -144,10 +134,7 @@ class InfoNCE(KeepsArguments, nn.Module):
 
     @torch.no_grad()
     def masked_counts(self, batch: ContrastiveBatch) -> Tensor:
-        """Numbers of this rank's in-batch negatives, (2,) float32: those that the masks remove, and all.
-
-        Distributed: the gathers of the keys, as in the loss.
-        """
+        """Numbers of this rank's in-batch negatives, (2,) float32: those that the masks remove, and all."""
         masking = self._masking(batch)
         query, owner_C, device = masking.query, masking.candidate.owner_C, batch.in_batch_B.device
         counts = torch.zeros(2, device=device)
@@ -160,13 +147,8 @@ class InfoNCE(KeepsArguments, nn.Module):
 
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
-    ) -> WidthScores:
-        """The loss at W widths: vectors are truncated to their first dimensions before they are compared.
-
-        Keys are gathered once, and each tile's masks are computed once for all widths.
-
-        Distributed: one gather of the truncated candidates per width.
-        """
+    ) -> "WidthScores":
+        """The loss at W widths: vectors are truncated to their first dimensions before they are compared."""
         with torch.autocast(query_BD.device.type, enabled=False):
             query_WBD = [comparable(query_BD[:, :width], self.similarity) for width in widths]
             candidate_WCD = [comparable(candidate_CD[:, :width], self.similarity) for width in widths]
@@ -186,7 +168,7 @@ class InfoNCE(KeepsArguments, nn.Module):
             )
             return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
 
-    def _terms(self, scores: WidthScores, index: int) -> dict[str, Tensor]:
+    def _terms(self, scores: "WidthScores", index: int) -> dict[str, Tensor]:
         terms = {"accuracy": scores.accuracy_W[index], "positive_score": scores.positive_score_W[index]}
         terms["no_negative_fraction"] = scores.alone_W[index]
         if self.log_temperature is not None:
@@ -207,7 +189,9 @@ class InfoNCE(KeepsArguments, nn.Module):
         candidate_counts = gather_counts(len(batch.candidate), device) if gather else [len(batch.candidate)]
         rank_index = rank() if gather else 0
         masked = self.mask_same_text, self.mask_same_class
-        query = QueryKeys.of(batch, query_index(batch, query_counts, rank_index), *masked)
+        first = sum(query_counts[:rank_index])
+        index_B = torch.arange(first, first + len(batch), device=device)
+        query = QueryKeys.of(batch, index_B, *masked)
         if self.in_batch_negatives != "source":
             query = replace(query, in_batch_Q=torch.full_like(batch.in_batch_B, self.in_batch_negatives == "on"))
         own_candidate = CandidateKeys.of(batch, query.index_Q, *masked)
@@ -216,18 +200,158 @@ class InfoNCE(KeepsArguments, nn.Module):
         surrogate = None
         if self.false_negative_filter is not None:
             queries, own_CS = surrogate_vectors(batch, type(self).__name__)
-            surrogate = _Surrogate(self.false_negative_filter, queries, own_CS, gather_rows(own_CS, candidate_counts))
+            surrogate = Surrogates(self.false_negative_filter, queries, own_CS, gather_rows(own_CS, candidate_counts))
         return _Masking(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate, surrogate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Surrogate:
-    """The filter, and the surrogate's vectors of this rank's queries, its candidates, and all ranks' candidates."""
+class QueryKeys:
+    """The keys of queries that the masks compare, int64."""
 
-    rule: SurrogateFilter
-    query: SurrogateQueries
-    own_candidate_CS: Tensor
-    candidate_CS: Tensor
+    index_Q: Tensor  # index over all ranks
+    hash_Q: Tensor  # hash of the text
+    class_Q: Tensor  # source and label in one number, negative without a label
+    in_batch_Q: Tensor  # whether candidates of other queries may be negatives, bool
+    known_positive_hash_QP: Tensor
+
+    @classmethod
+    def of(cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True) -> "QueryKeys":
+        """The keys of this rank's queries, with `index_B` over all ranks; placeholders for what is not compared."""
+        hash_B, known_BP = batch.query_hash_B, batch.known_positive_hash_BP
+        if not by_text:
+            hash_B, known_BP = (torch.full_like(keys, _NO_QUERY_KEY) for keys in (hash_B, known_BP))
+        class_B = _class(batch.source_B, batch.query_label_B, _NO_QUERY_KEY, by_class)
+        return cls(index_B, hash_B, class_B, batch.in_batch_B, known_BP)
+
+    def __getitem__(self, rows: slice | Tensor) -> "QueryKeys":
+        return QueryKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def own(self, candidate: "CandidateKeys") -> Tensor:
+        """Candidates drawn for a query that also has in-batch negatives, (Q, C) bool."""
+        return self.in_batch_Q[:, None] & (candidate.owner_C == self.index_Q[:, None])
+
+    def gathered(self, counts: list[int]) -> "QueryKeys":
+        """The keys of all ranks' queries; P may differ between ranks."""
+        if len(counts) == 1:
+            return self
+        known_QP = self.known_positive_hash_QP
+        width = reduce_int(known_QP.shape[1], "max", known_QP.device)
+        known_QP = torch.cat([known_QP, known_QP[:, :1].expand(-1, width - known_QP.shape[1])], dim=1)
+        keys_QF = torch.stack([self.index_Q, self.hash_Q, self.class_Q, self.in_batch_Q.long()], dim=1)
+        keys_QF = gather_rows(torch.cat([keys_QF, known_QP], dim=1), counts)
+        index_Q, hash_Q, class_Q, in_batch_Q = keys_QF[:, :4].unbind(1)
+        return QueryKeys(index_Q, hash_Q, class_Q, in_batch_Q.bool(), keys_QF[:, 4:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateKeys:
+    """The keys of candidates that the masks compare, int64."""
+
+    owner_C: Tensor  # index over all ranks of the query that it was drawn for
+    hash_C: Tensor  # hash of the text
+    class_C: Tensor  # source and label in one number, negative without a label
+    answers_C: Tensor  # hash of the text of the query whose positive it is; a hard negative's own hash
+
+    @classmethod
+    def of(
+        cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True
+    ) -> "CandidateKeys":
+        """The keys of this rank's candidates, as in `QueryKeys.of`."""
+        hash_C = batch.candidate_hash_C
+        answers_C = hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
+        if not by_text:
+            hash_C, answers_C = (torch.full_like(keys, _NO_CANDIDATE_KEY) for keys in (hash_C, answers_C))
+        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _NO_CANDIDATE_KEY, by_class)
+        return cls(index_B[batch.owner_C], hash_C, class_C, answers_C)
+
+    def __getitem__(self, rows: slice | Tensor) -> "CandidateKeys":
+        return CandidateKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def gathered(self, counts: list[int]) -> "CandidateKeys":
+        """The keys of all ranks' candidates."""
+        keys_CF = torch.stack([getattr(self, name) for name in self.__dataclass_fields__], dim=1)
+        return CandidateKeys(*(column_C.contiguous() for column_C in gather_rows(keys_CF, counts).unbind(1)))
+
+
+def false_negatives(query: QueryKeys, candidate: CandidateKeys) -> Tensor:
+    """Candidates that may answer a query and so must not be its negatives, (Q, C) bool.
+
+    A candidate is a false negative if its text is the query's or one of the query's known positives, if it is the
+    positive of a query with the same text, or if both have the same label in the same source. The rule also selects the
+    query's own positive, which the caller restores.
+    """
+    is_false_QC = candidate.hash_C == query.hash_Q[:, None]
+    is_false_QC |= candidate.answers_C == query.hash_Q[:, None]
+    is_false_QC |= candidate.class_C == query.class_Q[:, None]
+    for known_Q in query.known_positive_hash_QP.unbind(1):
+        is_false_QC |= candidate.hash_C == known_Q[:, None]
+    return is_false_QC
+
+
+def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> None:
+    """Set the scores (Q, C) of candidates that are neither a negative nor the own positive to -inf, in place.
+
+    On a CPU only the candidates that share a key with one of these queries are compared with them. A GPU compares all:
+    selecting them first would synchronise with the host.
+    """
+    suspect_S = None
+    if not queues_work(score_QC.device):
+        keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
+        is_suspect_C = torch.isin(candidate.hash_C, keys) | torch.isin(candidate.answers_C, query.hash_Q)
+        is_suspect_C |= torch.isin(candidate.class_C, query.class_Q)
+        suspect_S = is_suspect_C.nonzero().squeeze(1)
+    is_false_QS = false_negatives(query, candidate if suspect_S is None else candidate[suspect_S])
+    _fill_(score_QC, positive_index_Q, suspect_S, is_false_QS, ~query.in_batch_Q, query.index_Q, candidate.owner_C)
+
+
+def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKeys, own_index_C: Tensor) -> None:
+    """The same for documents contrasted with queries, scores (C, Q); `own_index_C` is each document's own query.
+
+    A query that a document may answer is not a negative of it. A document has no negatives if the source of its own
+    query does not allow in-batch negatives.
+    """
+    suspect_S = None
+    if not queues_work(score_CQ.device):
+        is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
+        is_suspect_Q |= torch.isin(query.known_positive_hash_QP, candidate.hash_C).any(1)
+        is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
+        suspect_S = is_suspect_Q.nonzero().squeeze(1)
+    is_false_CS = false_negatives(query if suspect_S is None else query[suspect_S], candidate).T
+    is_restricted_C = ~query.in_batch_Q[own_index_C]
+    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, is_restricted_C, candidate.owner_C, query.index_Q)
+
+
+def _fill_(
+    score_RC: Tensor,
+    own_R: Tensor,
+    suspect_S: Tensor | None,
+    is_false_RS: Tensor,
+    is_restricted_R: Tensor,
+    query_R: Tensor,
+    query_C: Tensor,
+) -> None:
+    """Set the scores of false negatives, and of other queries' columns in restricted rows, to -inf.
+
+    Each row's own column `own_R` keeps its score. Restricted rows have no in-batch negatives. `is_false_RS` is about
+    the columns `suspect_S`; if that is None, about all C columns, and no tensor's size depends on values.
+    """
+    if suspect_S is None:
+        is_excluded_RC = is_false_RS | (is_restricted_R[:, None] & (query_C != query_R[:, None]))
+        score_RC.masked_fill_(is_excluded_RC.scatter_(1, own_R[:, None], False), -torch.inf)
+        return
+    own_score_R1 = score_RC.gather(1, own_R[:, None])
+    if suspect_S.numel():
+        score_RS = score_RC[:, suspect_S].masked_fill_(is_false_RS, -torch.inf)
+        score_RC.index_copy_(1, suspect_S, score_RS)
+    restricted_R = is_restricted_R.nonzero().squeeze(1)
+    if restricted_R.numel():
+        is_foreign_RC = query_C != query_R[restricted_R, None]
+        score_RC[restricted_R] = score_RC[restricted_R].masked_fill_(is_foreign_RC, -torch.inf)
+    score_RC.scatter_(1, own_R[:, None], own_score_R1)
+
+
+def _class(source_N: Tensor, label_N: Tensor, no_key: int, compared: bool) -> Tensor:
+    return torch.where((label_N >= 0) & compared, source_N * _LABELS_PER_SOURCE + label_N, no_key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,15 +364,15 @@ class _Masking:
     query: QueryKeys
     own_candidate: CandidateKeys
     candidate: CandidateKeys
-    surrogate: _Surrogate | None
+    surrogate: Surrogates | None
 
     def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
         """Set the scores of candidates that may answer these queries to minus infinity."""
         query, positive_index_r = self.query[rows], self.positive_index_B[rows]
         exclude_candidates_(score_rC, query, self.candidate, positive_index_r)
         if self.surrogate is not None:
-            vectors, all_CS = self.surrogate.query.rows(rows), self.surrogate.candidate_CS
-            is_false_rC = surrogate_false_negatives(self.surrogate.rule, query, self.candidate, vectors, all_CS)
+            vectors, own_rC = self.surrogate.query.rows(rows), query.own(self.candidate)
+            is_false_rC = self.surrogate.rule.false_negatives(vectors, self.surrogate.candidate_CS, own_rC)
             score_rC.masked_fill_(is_false_rC.scatter_(1, positive_index_r[:, None], False), -torch.inf)
 
     def queries_excluder(self, batch: ContrastiveBatch) -> ExcludeInPlace:
@@ -261,78 +385,215 @@ class _Masking:
             exclude_queries_(score_rQ, positive[rows], all_queries, own_index_B[rows])
             if surrogate is not None and all_surrogates is not None:
                 vector_rS = surrogate.own_candidate_CS[batch.positive_index_B[rows]]
-                is_false_rQ = surrogate_false_negatives(
-                    surrogate.rule, all_queries, positive[rows], all_surrogates, vector_rS
-                ).T.contiguous()
+                own_Qr = all_queries.own(positive[rows])
+                is_false_rQ = surrogate.rule.false_negatives(all_surrogates, vector_rS, own_Qr).T.contiguous()
                 score_rQ.masked_fill_(is_false_rQ.scatter_(1, own_index_B[rows, None], False), -torch.inf)
 
         return exclude_
 
 
-class MatryoshkaInfoNCE(InfoNCE):
-    """The weighted mean of InfoNCE over several widths, so that truncated vectors are useful embeddings too.
+def working_dtype(vector_ND: Tensor) -> torch.dtype:
+    """The dtype of similarities and softmaxes: float64 for float64 vectors, else float32."""
+    return torch.float64 if vector_ND.dtype == torch.float64 else torch.float32
 
-    loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. The cosine normalises truncated vectors.
+
+def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
+    """Vectors (N, D) whose inner products are the similarities: of unit norm for `cosine`, unchanged for `dot`.
+
+    A zero vector stays zero. The result is float32 (float64 for float64 input), with or without autocast.
+    """
+    vector_ND = vector_ND.to(working_dtype(vector_ND))
+    if similarity == "dot":
+        return vector_ND
+    unit_ND: Tensor = _UnitNorm.apply(vector_ND)  # type: ignore[no-untyped-call]
+    return unit_ND
+
+
+def similarity_matrix(query_BD: Tensor, candidate_CD: Tensor, similarity: Similarity = "cosine") -> Tensor:
+    """The full matrix of similarities of queries and candidates, for small sets (evaluation, tests).
 
     Args:
-        widths: Distinct widths m, each from 1 to D. The largest must equal the model's D: dimensions beyond it would
-            not be trained.
-        weights: Weight w_m of each width, > 0; None for equal weights.
-        options: Options of `InfoNCE`.
+        query_BD: (B, D) float.
+        candidate_CD: (C, D) float.
+        similarity: `cosine` or `dot`.
 
-    Precision: as `InfoNCE`.
-    Distributed: as `InfoNCE`; candidates are gathered at each width, which sends sum(m) / D times as much data.
-    Raises:
-        OptionError: If a width, a weight or an option of `InfoNCE` is invalid.
-    Source: Kusupati et al. 2022, arXiv:2205.13147, Eq. 1; truncation before normalisation, with 768 and 256: Nussbaum
-        and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.5. Differs: the mean instead of the sum, so that the
-        learning rate does not depend on the number of widths.
-    Related: `Encoder` accepts one of the widths as `dimensions`.
+    Returns:
+        score_BC: (B, C) float32 (float64 for float64 input).
     """
+    with torch.autocast(query_BD.device.type, enabled=False):
+        return comparable(query_BD, similarity) @ comparable(candidate_CD, similarity).T
 
-    def __init__(
-        self, widths: Sequence[int] = (768, 256), weights: Sequence[float] | None = None, **options: Any
-    ) -> None:
-        super().__init__(**options)
-        if not widths or min(widths) < 1:
-            raise OptionError("widths", list(widths), "must each be >= 1", "768 and 256 are usual")
-        if len(set(widths)) < len(widths):
-            raise OptionError("widths", list(widths), "must be distinct", "use weights instead")
-        weights = [1.0] * len(widths) if weights is None else list(weights)
-        if len(weights) != len(widths):
-            rule = f"must be one for each of the {len(widths)} widths"
-            raise OptionError("weights", weights, rule, "leave them out for equal weights")
-        if not all(0 < weight < math.inf for weight in weights):
-            raise OptionError("weights", weights, "must each be > 0 and finite", "remove the width instead")
-        self.widths = tuple(widths)
-        self.weights = tuple(weight / sum(weights) for weight in weights)
 
-    def check_width(self, embedding_dim: int) -> None:
-        """Check that the largest width equals that of the model's vectors."""
-        self._check_fits(embedding_dim)
-        if max(self.widths) < embedding_dim:
-            rule = f"leave the last of the model's {embedding_dim} dimensions untrained"
-            fix = f"add {embedding_dim}, or use a smaller head"
-            raise OptionError("widths", list(self.widths), rule, fix)
+class _UnitNorm(torch.autograd.Function):
+    """v / |v|; a zero vector stays zero and gets no gradient."""
 
-    def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries, as in `InfoNCE`.
+    @staticmethod
+    def forward(ctx: Any, vector_ND: Tensor) -> Tensor:
+        norm_N1 = torch.linalg.vector_norm(vector_ND, dim=-1, keepdim=True)
+        inverse_N1 = torch.where(norm_N1 > 1e-12, 1 / norm_N1, 0)
+        unit_ND = vector_ND * inverse_N1
+        ctx.save_for_backward(unit_ND, inverse_N1)
+        return unit_ND
 
-        Returns:
-            LossOutput: `loss` () fp32 mean over B and the widths; terms `loss_m` and `accuracy_m` for each width m, and
-            `InfoNCE`'s terms at the largest width.
-        """
-        self._check_fits(query_BD.shape[1])
-        scores = self.at_widths(query_BD, candidate_CD, batch, self.widths)
-        terms = self._terms(scores, self.widths.index(max(self.widths)))
-        for index, width in enumerate(self.widths):
-            terms[f"loss_{width}"] = scores.loss_W.detach()[index]
-            terms[f"accuracy_{width}"] = scores.accuracy_W[index]
-        with torch.autocast(query_BD.device.type, enabled=False):
-            weight_W = torch.tensor(self.weights, dtype=scores.loss_W.dtype)
-            return LossOutput(scores.loss_W @ moved(weight_W, scores.loss_W.device), terms)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_ND: Tensor) -> Tensor:
+        """(g - (g . u) u) / |v|: the gradient along the vector is removed."""
+        unit_ND, inverse_N1 = ctx.saved_tensors
+        along_N1 = torch.linalg.vecdot(gradient_ND, unit_ND)[:, None]
+        return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)
 
-    def _check_fits(self, embedding_dim: int) -> None:
-        if max(self.widths) > embedding_dim:
-            rule = f"must not exceed the {embedding_dim} dimensions of a vector"
-            raise OptionError("widths", list(self.widths), rule, f"use at most {embedding_dim}")
+
+def scores_at_once(tile_size: int | None, device: torch.device | str) -> int:
+    """Scores per tile: `tile_size` or, if it is None, 2^21 on a CPU and 2^26 on other devices."""
+    if tile_size is not None:
+        return tile_size
+    return _TILE_SIZE_OF_DEVICE if queues_work(device) else _TILE_SIZE_OF_HOST
+
+
+class WidthScores(NamedTuple):
+    """The results of `tiled_cross_entropies` for W widths; only the loss has a gradient."""
+
+    loss_W: Tensor  # mean cross-entropies
+    accuracy_W: Tensor  # shares of rows whose target scores above all others
+    positive_score_W: Tensor  # mean unscaled scores of the targets
+    alone_W: Tensor  # shares of rows in which all scores but the target's are excluded
+
+
+def tiled_cross_entropies(
+    row_WRD: Sequence[Tensor],
+    column_WCD: Sequence[Tensor],
+    scale: Tensor,
+    target_R: Tensor,
+    exclude_: ExcludeInPlace | None = None,
+    tile_size: int | None = None,
+) -> WidthScores:
+    """The mean cross-entropies of scaled inner products at W widths, computed in tiles of whole rows.
+
+    loss = mean over R of  -log softmax(scale * row @ column^T)[target]. Each tile adds its share of the gradient before
+    it is freed, in three matrix products, as many as without tiles. The widths share targets and exclusions.
+
+    Args:
+        row_WRD: (R, D) float32 or float64 for each width.
+        column_WCD: (C, D) for each width, same dtype.
+        scale: Factor of all products, (), same dtype; may require a gradient.
+        target_R: Column of each row's target, (R,) int64.
+        exclude_: Sets scores of a tile to minus infinity in place, never a target's.
+        tile_size: Scores in memory at once, at least 32 rows of them; None for the device's default.
+
+    Precision: the dtype of the inputs; call it outside autocast.
+    """
+    vectors = [*row_WRD, *column_WCD]
+    if not torch.is_grad_enabled():
+        vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
+    size = scores_at_once(tile_size, target_R.device)
+    outputs = _TiledCrossEntropy.apply(scale, target_R, exclude_, size, *vectors)  # type: ignore[no-untyped-call]
+    return WidthScores(*outputs)
+
+
+class _Width:
+    """The vectors of one width, and the sums over its tiles."""
+
+    def __init__(self, row_RD: Tensor, column_CD: Tensor, needs_row: bool, needs_column: bool) -> None:
+        self.row_RD, self.column_CD = row_RD, column_CD
+        self.row_gradient_RD = torch.empty_like(row_RD) if needs_row else None
+        self.column_gradient_CD = torch.zeros_like(column_CD) if needs_column else None
+        self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
+
+    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, exclude_: Callable[[Tensor], None]) -> None:
+        """Add the losses and gradients of one tile of rows."""
+        row_rD = self.row_RD[rows] * scale
+        weight_rC = row_rD @ self.column_CD.T
+        exclude_(weight_rC)
+        target_score_r1 = weight_rC.gather(1, target_r1)
+        rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
+        highest_r1 = torch.maximum(rival_r1, target_score_r1)
+        others_r1 = weight_rC.sub_(highest_r1).exp_().sum(1, keepdim=True)
+        total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
+        # The target's softmax minus one, as minus the sum of the others: exact even if the softmax is close to 1.
+        weight_rC.scatter_(1, target_r1, -others_r1)
+        is_right_r1 = target_score_r1 > rival_r1
+        loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
+        self.loss += loss_r1.sum()
+        self.num_right += is_right_r1.sum()
+        self.target_score += target_score_r1.sum()
+        self.num_alone += rival_r1.isneginf().sum()
+        if self.row_gradient_RD is not None:
+            self.row_gradient_RD[rows] = (weight_rC @ self.column_CD).div_(total_r1)
+        if self.column_gradient_CD is not None:
+            self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
+
+    def scale_gradient(self, num_rows: int) -> Tensor:
+        """The gradient of the scale, (); call it before `finish`."""
+        assert self.row_gradient_RD is not None
+        # d(loss)/d(scale) = sum over rows of row . d(loss)/d(scale * row).
+        gradient: Tensor = torch.linalg.vecdot(self.row_RD, self.row_gradient_RD).sum() / num_rows
+        return gradient
+
+    def finish(self, scale: Tensor, num_rows: int) -> None:
+        """Convert the gradient sums to the gradients of the mean loss."""
+        if self.row_gradient_RD is not None:
+            self.row_gradient_RD *= scale / num_rows
+        if self.column_gradient_CD is not None:
+            self.column_gradient_CD /= num_rows
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scale: Tensor, target_R: Tensor, exclude_: ExcludeInPlace | None, tile_size: int, *vectors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute losses and gradients of each tile while its scores are in memory."""
+        num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
+        needs_scale, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        widths = [
+            _Width(vectors[w], vectors[num_widths + w], needs[w] or needs_scale, needs[num_widths + w])
+            for w in range(num_widths)
+        ]
+        for rows in row_tiles(len(target_R), len(vectors[-1]), tile_size):
+            exclude_in_tile_ = _tile_exclusion(exclude_, rows, store=num_widths > 1)
+            for width in widths:
+                width.add_tile(rows, scale, target_R[rows, None], exclude_in_tile_)
+        scale_gradient_W = torch.stack([width.scale_gradient(num_rows) for width in widths]) if needs_scale else None
+        for width in widths:
+            width.finish(scale, num_rows)
+        row_gradients = [width.row_gradient_RD if needs[w] else None for w, width in enumerate(widths)]
+        ctx.save_for_backward(scale_gradient_W, *row_gradients, *(width.column_gradient_CD for width in widths))
+        accuracy_W = torch.stack([width.num_right for width in widths]) / num_rows
+        mean_score_W = torch.stack([width.target_score for width in widths]) / (scale * num_rows)
+        alone_W = torch.stack([width.num_alone for width in widths]) / num_rows
+        ctx.mark_non_differentiable(accuracy_W, mean_score_W, alone_W)
+        return torch.stack([width.loss for width in widths]) / num_rows, accuracy_W, mean_score_W, alone_W
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor_W: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scale_gradient_W, *gradients = ctx.saved_tensors
+        # The factor is usually 1, and on a CPU the gradients are then returned without a copy. On a GPU, reading the
+        # factor would cost more than the copy.
+        factors = list(factor_W.unbind()) if queues_work(factor_W.device) else factor_W.tolist()
+        scaled = (
+            gradient if gradient is None or (isinstance(factor, float) and factor == 1.0) else gradient * factor
+            for gradient, factor in zip(gradients, factors * 2, strict=True)
+        )
+        return (None if scale_gradient_W is None else scale_gradient_W @ factor_W, None, None, None, *scaled)
+
+
+def row_tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
+    """Slices of whole rows, each of about `tile_size` scores and at least 32 rows."""
+    height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
+    return (slice(start, start + height) for start in range(0, num_rows, height))
+
+
+def _tile_exclusion(exclude_: ExcludeInPlace | None, rows: slice, store: bool) -> Callable[[Tensor], None]:
+    """A function that excludes scores of one tile; with `store` later widths reuse the first width's exclusions."""
+    stored: list[Tensor] = []
+
+    def apply_(score_rC: Tensor) -> None:
+        if stored:
+            score_rC.masked_fill_(stored[0], -torch.inf)
+        elif exclude_ is not None:
+            exclude_(score_rC, rows)
+            stored.extend([score_rC.isneginf()] if store else [])
+
+    return apply_

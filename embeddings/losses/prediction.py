@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embeddings.common import LossOutput, TokenBatch
 from embeddings.common.distributed import is_distributed
-from embeddings.losses.tiles import working_dtype
+from embeddings.losses.info_nce import working_dtype
 
 Head = Callable[[Tensor], Tensor]
 

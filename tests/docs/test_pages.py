@@ -226,9 +226,7 @@ def test_the_python_of_the_readme_trains_as_own_pairs_does(tmp_path, monkeypatch
         raise InterruptedError
 
     monkeypatch.setattr("embeddings.cli.trainer.Trainer.fit", fit)
-    monkeypatch.setattr(
-        TrainerCLI, "run_command", lambda run: fit(run.trainer, run.model, run.datamodule)
-    )
+    monkeypatch.setattr(TrainerCLI, "run_command", lambda run: fit(run.trainer, run.model, run.datamodule))
     (code,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "python")
     assert len([line for line in code.splitlines() if line]) <= 13
     with pytest.raises(InterruptedError):

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from embeddings.mining.ivf import build_index
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import InputError, OptionError
@@ -15,6 +14,7 @@ from embeddings.inference import CorpusSearch, Encoder
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import encode_corpus
 from embeddings.interop.released.importer import import_released
+from embeddings.mining.ivf import build_index
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.models import Embedder, load_embedder
 from embeddings.modules.distillation import VectorTeacher

@@ -14,7 +14,7 @@ from torch import Tensor
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.losses import InfoNCE, MarginMSE, SimilarityDistillation
 from embeddings.losses.distillation import Distillation
-from embeddings.losses.masks import SurrogateFilter
+from embeddings.losses.surrogates import SurrogateFilter
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyStep, batch_of, gradient_vector, random_batch, random_records, relative_error
 from tests.helpers.ranks import run_on_two_ranks

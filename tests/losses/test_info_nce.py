@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
-from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, info_nce, is_negative_mask, similarity_matrix
+from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, info_nce, similarity_matrix
 from embeddings.training import GradCache
 from tests.helpers.contrastive import Record, TinyStep, batch_of, random_batch, random_records, relative_error
 from tests.helpers.tiny import tiny_bert
@@ -20,7 +20,7 @@ from tests.training.test_gradcache import REPLAYED, TOLERANCE, cached_gradient, 
 
 
 def mask_of(batch: ContrastiveBatch) -> Tensor:
-    return is_negative_mask(*test_masks.keys(batch), batch.positive_index_B)
+    return test_masks.is_negative_mask(*test_masks.keys(batch), batch.positive_index_B)
 
 
 def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: float) -> float:

@@ -10,17 +10,15 @@ from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.common.types import take_texts
-from embeddings.losses import InfoNCE, SurrogateFilter, masks, similarity_matrix
-from embeddings.losses.masks import (
+from embeddings.losses import InfoNCE, SurrogateFilter, info_nce, similarity_matrix
+from embeddings.losses.info_nce import (
     CandidateKeys,
     QueryKeys,
     exclude_candidates_,
     exclude_queries_,
-    is_negative_mask,
-    query_index,
-    surrogate_false_negatives,
-    surrogate_vectors,
+    false_negatives,
 )
+from embeddings.losses.surrogates import surrogate_vectors
 from tests.helpers.contrastive import Record, batch_of, random_batch, random_records
 from tests.helpers.ranks import run_on_two_ranks
 
@@ -28,8 +26,15 @@ SWITCHES = [(True, True), (True, False), (False, True), (False, False)]
 
 
 def keys(batch: ContrastiveBatch, *compared: bool) -> tuple[QueryKeys, CandidateKeys]:
-    index_B = query_index(batch, [len(batch)], 0)
+    index_B = torch.arange(len(batch))
     return QueryKeys.of(batch, index_B, *compared), CandidateKeys.of(batch, index_B, *compared)
+
+
+def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> Tensor:
+    """The negatives of each query, (Q, C) bool: the definition of the exclusions in tiles."""
+    is_negative_QC = ~false_negatives(query, candidate)
+    is_negative_QC &= query.in_batch_Q[:, None] | (candidate.owner_C == query.index_Q[:, None])
+    return is_negative_QC.scatter_(1, positive_index_Q[:, None], False)
 
 
 def loop_reference(records: list[Record], by_text: bool = True, by_class: bool = True) -> list[list[bool]]:
@@ -114,7 +119,7 @@ def test_a_device_masks_the_same_scores_without_synchronisation(
     query, candidate = torch.randn(len(batch), 4), torch.randn(len(batch.candidate), 4)
     loss = InfoNCE(0.1, directions=directions, tile_size=1)
     expected = loss(query, candidate, batch)
-    monkeypatch.setattr(masks, "queues_work", lambda device: True)
+    monkeypatch.setattr(info_nce, "queues_work", lambda device: True)
     monkeypatch.setattr(Tensor, "nonzero", lambda *_: pytest.fail("the host synchronises"))
     found = loss(query, candidate, batch)
     assert torch.equal(found.loss, expected.loss)
@@ -146,7 +151,8 @@ def with_surrogates(batch: ContrastiveBatch, width: int = 4, missing: bool = Tru
 
 def found_mask(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:
     queries, candidate_CS = surrogate_vectors(batch)
-    return surrogate_false_negatives(rule, *keys(batch), queries, candidate_CS).tolist()
+    query, candidate = keys(batch)
+    return rule.false_negatives(queries, candidate_CS, query.own(candidate)).tolist()
 
 
 def filter_reference(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embeddings.losses import similarity_matrix, tiled_cross_entropy, tiles
-from embeddings.losses.tiles import comparable, row_tiles, scores_at_once, tiled_cross_entropies
+from embeddings.losses import info_nce, similarity_matrix, tiled_cross_entropies
+from embeddings.losses.info_nce import comparable, row_tiles, scores_at_once
 from tests.helpers.contrastive import relative_error
 
 
@@ -86,11 +86,11 @@ def test_gradients_on_a_device_equal_those_of_a_cpu_without_synchronisation(
     row, column = torch.randn(40, 5, requires_grad=True), torch.randn(50, 5, requires_grad=True)
 
     def gradients() -> list[Tensor]:
-        loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(3.0), torch.arange(40))
+        loss = tiled_cross_entropies([row], [column], torch.tensor(3.0), torch.arange(40)).loss_W[0]
         return list(torch.autograd.grad(loss * factor, [row, column]))
 
     expected = gradients()
-    monkeypatch.setattr(tiles, "queues_work", lambda device: True)
+    monkeypatch.setattr(info_nce, "queues_work", lambda device: True)
     monkeypatch.setattr(Tensor, "tolist", lambda *_: pytest.fail("the host synchronises"))
     assert all(map(torch.equal, gradients(), expected))
 
@@ -99,5 +99,5 @@ def test_no_gradients_are_computed_under_no_grad(monkeypatch: pytest.MonkeyPatch
     row, column = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was computed"))
     with torch.no_grad():
-        loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(2.0), torch.arange(4))
+        loss = tiled_cross_entropies([row], [column], torch.tensor(2.0), torch.arange(4)).loss_W[0]
     assert not loss.requires_grad

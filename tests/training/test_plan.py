@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from embeddings.common import ContrastiveBatch
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
-from embeddings.losses.tiles import scores_at_once
+from embeddings.losses.info_nce import scores_at_once
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings, MeanPooling, Upcycling
 from embeddings.modules import CDEModule, MoEEmbedModule, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
