@@ -1,7 +1,4 @@
-"""Publishing a model directory: its card (`README.md`) and the upload to the Hugging Face Hub.
-
-The card describes how to use the model, and its training or origin as far as known.
-"""
+"""Publishing a model directory: its card (`README.md`) and the upload to the Hugging Face Hub."""
 
 import os
 import re
@@ -18,8 +15,10 @@ from huggingface_hub import (
     CommitOperationDelete,
     EvalResult,
     HfApi,
+    ModelCard,
     ModelCardData,
     get_token,
+    metadata_load,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
@@ -38,27 +37,20 @@ from embeddings.models.model_files import (
     is_own_card,
     read_json,
     resolve_model,
-    weight_files,
 )
 from embeddings.models.poolings import pooling_name
 
 # An `Embedder`, whose file imports this one.
 Embedder = Any
+_TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+_SCORES = "\n## Scores\n"
 _MAX_CHARACTERS = 200
-_MAX_SETTINGS = 20_000
 _TRAINER_KEYS = (
     *("precision", "strategy", "num_nodes", "devices", "max_epochs", "max_steps"),
     *("accumulate_grad_batches", "gradient_clip_val"),
 )
-# Upper limit of the absolute value of a metric in a card.
-_MAX_METRIC = 1e9
-# Beginnings of a card's last limit; `add_scores` replaces the first two by the third, also in existing cards.
-_UNMEASURED = "Nothing was measured"
-_VALIDATED = "Measured is the validation score of the training, by which it may have chosen the weights"
-_MEASURED = "The metrics under Scores were measured"
-_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", re.DOTALL)
-_LICENCE = re.compile(r"""^license:[ \t]*["']?([A-Za-z0-9][A-Za-z0-9.+-]*)["']?[ \t]*$""", re.MULTILINE)
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+# Further files that are uploaded with a model.
+_COMPANIONS = (MANIFEST, CARD_FILE, SCORES_FILE, "training_run.json", "LICENSE*", "LICENCE*", "NOTICE*")
 # Output folders of this library: a path in them looks like a Hub id, and may be gone when the card is written.
 _OUTPUT_FOLDERS = ("checkpoints", "data")
 
@@ -100,21 +92,14 @@ def write_model_card(
     The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `location` is what the
     card's commands load, a folder or a Hub id, by default `folder`; its last part is the model's name.
     """
-    location = folder if location is None else location
     if keeps_card(folder):
         return
-    if not scores and (folder / SCORES_FILE).is_file():
-        scores = read_scores(folder / SCORES_FILE)
-    import jinja2
-
-    options: Any = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
-    environment = jinja2.Environment(loader=jinja2.PackageLoader(__package__), **options)
-    environment.filters |= {"plain": plain, "repr": repr, "fenced": _fenced}
+    location = folder if location is None else location
     training = facts if isinstance(facts, TrainingFacts) else None
     origin = facts if isinstance(facts, ImportFacts) else None
     backbones, sources = ([], []) if training is None else (_backbones(training.config), _sources(training.config))
     bases = [hub for hub in map(_hub_name, [origin.source, *origin.base] if origin else backbones) if hub]
-    name, needs_code = Path(location).expanduser().resolve().name, any(folder.glob("*.py"))
+    needs_code = any(folder.glob("*.py"))
     data = ModelCardData(
         base_model=bases[0] if len(bases) == 1 else bases or None,
         datasets=[dataset for dataset in map(_hub_dataset, sources) if dataset] or None,
@@ -123,31 +108,57 @@ def write_model_card(
         pipeline_tag="sentence-similarity",
         tags=["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code],
     )
-    folders = {_shown_name(base): _base_folder(base) for base in backbones}
-    validation = training.validation[-1] if training and training.validation else None
-    card = environment.get_template("model_card.md").render(
-        header=_header(data, scores, name),
-        name=name,
-        location=os.fspath(location),
+    folders = {_shown_name(base): place for base in backbones if (place := _base_folder(base))}
+    stated = {base: stated_licence(place) for base, place in folders.items()}
+    languages = dict.fromkeys(language for place in folders.values() for language in stated_languages(place))
+    prompts = [(code(kind), code(text)) for kind, text in embedder.text.prompts.items()]
+    card = ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        name=plain(Path(location).expanduser().resolve().name),
+        location=repr(os.fspath(location)),
         model=embedder,
         pooling=pooling_name(embedder.pooling).rpartition(".")[2].replace("_", " "),
         needs_code=needs_code,
         is_contextual=hasattr(embedder, "embed_context"),
-        prompts=table(("name", "prompt"), [(code(kind), code(text)) for kind, text in embedder.text.prompts.items()]),
+        prompts=prompts and table(("name", "prompt"), prompts),
         origin=origin and _origin(origin),
         training=training and _training(training),
-        data=_data(sources, _within(training.record, "source_rows")) if training else "",
+        sources=training and _data(sources, _within(training.record, "source_rows")),
         settings=training and _settings(training.config),
-        scores=_score_table(scores) if scores else "",
-        validation=validation,
+        validation=training.validation[-1] if training and training.validation else None,
         has_curves=(folder / CURVES_FILE).is_file(),
-        languages=list(dict.fromkeys(code for place in folders.values() if place for code in stated_languages(place))),
-        measured=_MEASURED if scores else _VALIDATED if validation else _UNMEASURED,
-        licence=licence,
-        base_licences={base: stated_licence(place) for base, place in folders.items() if place},
+        languages=", ".join(languages),
+        licence=plain(licence) if licence else None,
+        base_licences=[(plain(base), plain(name)) for base, name in stated.items() if name],
     )
-    write_text(folder / CARD_FILE, card)
+    if not scores and (folder / SCORES_FILE).is_file():
+        scores = read_scores(folder / SCORES_FILE)
+    _save(card, folder, scores)
+
+
+def _save(card: ModelCard, folder: Path, scores: Sequence[Mapping[str, Any]]) -> None:
+    """Write a card, with the scores in its header and in its last section."""
+    if scores:
+        name = next(line for line in card.text.splitlines() if line.startswith("# "))
+        card.data.model_name = re.sub(r"\\(.)", r"\1", name.removeprefix("# "))
+        card.data.eval_results = [
+            EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
+            for score in scores
+            for metric, value in score["metrics"].items()
+        ]
+        card.text = f"{card.text.partition(_SCORES)[0].rstrip()}\n{_SCORES}\n{_score_table(scores)}\n"
+    write_text(folder / CARD_FILE, str(card).rstrip("\n") + "\n")
     record_files(folder, CARD_FILE)
+
+
+def add_scores(folder: Path) -> bool:
+    """Add the scores of `scores.json` to a directory's generated card; returns whether the card shows them."""
+    if not (folder / SCORES_FILE).is_file() or not is_own_card(folder / CARD_FILE):
+        return False
+    _save(ModelCard.load(folder / CARD_FILE), folder, read_scores(folder / SCORES_FILE))
+    record_files(folder, SCORES_FILE)
+    return True
 
 
 def keeps_card(folder: Path) -> bool:
@@ -179,30 +190,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def add_scores(folder: Path) -> bool:
-    """Add the scores of `scores.json` to a directory's generated card; returns whether the card shows them."""
-    path = folder / CARD_FILE
-    if not (folder / SCORES_FILE).is_file() or not is_own_card(path):
-        return False
-    scores, text = read_scores(folder / SCORES_FILE), path.read_text(encoding="utf-8")
-    front = _FRONT_MATTER.match(text)
-    if front is None:
-        return False
-    fields, body = yaml.safe_load(front[1]), text[front.end() :]
-    for limit in (_UNMEASURED, _VALIDATED):
-        body = body.replace(f"- {limit}:", f"- {_MEASURED}:")
-    # The old section, or the position of the new one.
-    section = re.search(r"^## Scores\n(?:.*\n)*?(?=## |\Z)|^(?=## Limits|## Licence)|\Z", body, re.MULTILINE)
-    assert section is not None
-    # Keeps the lines from training: its validation score and the curves.
-    kept = [line for line in section[0].splitlines()[1:] if line and not line.startswith("|")]
-    new_section = "\n\n".join(["## Scores", _score_table(scores), *kept]) + "\n\n"
-    header = _header(ModelCardData(ignore_metadata_errors=True, **fields), scores, folder.resolve().name)
-    write_text(path, f"{header}\n{body[: section.start()]}{new_section}{body[section.end() :]}")
-    record_files(folder, CARD_FILE, SCORES_FILE)
-    return True
-
-
 def read_scores(path: Path) -> list[dict[str, Any]]:
     """The results of `evaluate --output`; an `InputError` if the file has other content or a metric is not finite."""
     fix = "give the file that evaluate --output wrote"
@@ -216,10 +203,8 @@ def _is_result(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
     metrics = value.get("metrics")
-    if not isinstance(metrics, dict) or not metrics:
-        return False
     # False for NaN and infinite numbers.
-    return all(type(number) in (int, float) and abs(number) < _MAX_METRIC for number in metrics.values())
+    return bool(metrics) and all(type(number) in (int, float) and abs(number) < 1e9 for number in metrics.values())
 
 
 def check_licence(option: str, licence: str | None) -> None:
@@ -230,29 +215,24 @@ def check_licence(option: str, licence: str | None) -> None:
 
 
 def stated_licence(folder: Path) -> str | None:
-    """The `license` in the header of a folder's `README.md`, in lower case; None if it has none or several."""
-    licences = _LICENCE.findall(_card_header(folder))
-    return str(licences[0]).lower() if len(licences) == 1 else None
+    """The `license` in the header of a folder's `README.md`, in lower case; None if there is no such identifier."""
+    licence = _card_fields(folder).get("license")
+    is_name = isinstance(licence, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence)
+    return str(licence).lower() if is_name else None
 
 
 def stated_languages(folder: Path) -> list[str]:
     """The language codes in the header of a folder's `README.md`."""
-    fields: Any = None
-    with suppress(yaml.YAMLError, ValueError, RecursionError):
-        fields = yaml.safe_load(_card_header(folder))
-    value = fields.get("language") if isinstance(fields, dict) else None
+    value = _card_fields(folder).get("language")
     codes = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     return [code for code in codes if isinstance(code, str) and re.fullmatch(r"[A-Za-z]{2,3}([-_]\w{2,8})?", code)]
 
 
-def _card_header(folder: Path) -> str:
-    """The front matter of a folder's card; empty if there is none."""
-    try:
-        text = (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    front = _FRONT_MATTER.match(text.removeprefix("\ufeff"))
-    return front[1] if front else ""
+def _card_fields(folder: Path) -> dict[str, Any]:
+    """The header of a folder's card; empty if there is none that can be read."""
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        return metadata_load(folder / CARD_FILE) or {}
+    return {}
 
 
 def _base_folder(name: str) -> Path | None:
@@ -263,18 +243,6 @@ def _base_folder(name: str) -> Path | None:
     hub = _hub_name(name)
     cached = None if hub is None else try_to_load_from_cache(hub, CARD_FILE)
     return Path(cached).parent if isinstance(cached, str) else None
-
-
-def _header(data: ModelCardData, scores: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The front matter with scores as its `model-index`."""
-    if scores:
-        data.model_name = name
-        data.eval_results = [
-            EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
-            for score in scores
-            for metric, value in score["metrics"].items()
-        ]
-    return f"---\n{data.to_yaml()}\n---"
 
 
 def _origin(facts: ImportFacts) -> str:
@@ -323,7 +291,9 @@ def _settings(config: Mapping[str, Any]) -> str:
         "model": config.get("model"),
         "data": {**_within(config, "data"), "init_args": data},
     }
-    return yaml.safe_dump(_portable(settings), sort_keys=False, allow_unicode=True)[:_MAX_SETTINGS].rstrip("\n")
+    text = yaml.safe_dump(_portable(settings), sort_keys=False, allow_unicode=True)
+    # Not the end of the code block that shows it.
+    return text.replace("```", "'''").rstrip("\n")
 
 
 def _score_table(scores: Sequence[Mapping[str, Any]]) -> str:
@@ -347,13 +317,6 @@ def _portable(value: Any) -> Any:
     return value
 
 
-def _fenced(text: str, language: str) -> str:
-    """A code block whose fence is longer than any run of backticks in its content."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
 def _backbones(config: Mapping[str, Any]) -> list[str]:
     parts = _within(config, "model", "init_args")
     names = [_within(parts, key).get("name") for key in parts if key.endswith("backbone")]
@@ -366,7 +329,7 @@ def _hub_name(name: str) -> str | None:
     if name == PACKAGED_NAME:
         return f"sentence-transformers/{name}"
     is_local = name.split("/")[0] in _OUTPUT_FOLDERS or Path(name).exists()
-    return name if _HUB_ID.fullmatch(name) and not is_local else None
+    return name if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not is_local else None
 
 
 def _hub_dataset(source: Mapping[str, Any]) -> str | None:
@@ -393,11 +356,6 @@ def _within(value: Any, *keys: str) -> Mapping[str, Any]:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, Mapping) else {}
-
-
-# Further files that are uploaded with a model.
-_COMPANIONS = (MANIFEST, CARD_FILE, SCORES_FILE, "training_run.json", "LICENSE*", "LICENCE*", "NOTICE*")
-_MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -456,11 +414,15 @@ def push_to_hub(
         page = api.create_repo(name, private=private, exist_ok=update)
         is_new = not update
         repository = page.repo_id
-        if revision not in (None, _MAIN):
+        if revision not in (None, "main"):
             api.create_branch(repository, branch=str(revision), exist_ok=True)
         contents: dict[str, Any] = {path: folder / path for path in paths}
         if is_own_card(folder / CARD_FILE):
-            contents[CARD_FILE] = _loading(repository, (folder / CARD_FILE).read_text(encoding="utf-8")).encode()
+            text = (folder / CARD_FILE).read_text(encoding="utf-8")
+            # The commands load the repository in place of the folder.
+            _, _, rest = text.partition("SentenceTransformer(")
+            location = re.match(r"('[^'\n]*'|\"[^\"\n]*\")", rest)
+            contents[CARD_FILE] = (text.replace(location[0], repr(repository)) if location else text).encode()
         operations: list[Any] = [CommitOperationAdd(path, content) for path, content in contents.items()]
         if update:
             existing = api.list_repo_files(repository, revision=revision)
@@ -478,12 +440,6 @@ def push_to_hub(
     return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes, tuple(left_out))
 
 
-def _loading(repository: str, card: str) -> str:
-    """A generated card whose commands load the repository in place of the folder."""
-    calls = r"((?:SentenceTransformer|Encoder\.from_pretrained)\()('[^'\n]*'|\"[^\"\n]*\")"
-    return re.sub(calls, lambda match: match[1] + repr(repository), card)
-
-
 def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
     """Upload a model from memory, with a card that describes only its use; `options` as in `push_to_hub`."""
     with TemporaryDirectory() as temporary:
@@ -498,34 +454,22 @@ def own_files(folder: Path) -> tuple[list[str], list[str]]:
     To upload are the files that the directory's manifest lists, which must be unchanged except for the card, and those
     that accompany a model. An `InputError` refuses a directory that this library did not write.
     """
-    if not (folder / "config.json").is_file():
-        fix = "give one that training, export or import wrote"
-        raise InputError(str(folder), "is not a model directory, it has no config.json", fix)
-    own = own_hashes(folder)
-    for file in weight_files(folder):
-        if not file.is_file():
-            raise InputError(str(file), "is missing, so the model is incomplete", "export it again")
+    own = [name for name in own_hashes(folder) if name != CARD_FILE]
     for name in own:
-        if name != CARD_FILE:
-            check_file(folder / name, UNDAMAGED)
-    paths: list[str] = []
-    left_out: list[str] = []
-    for entry in sorted(folder.iterdir()):
-        is_companion = any(entry.match(pattern) for pattern in _COMPANIONS)
-        is_own = is_companion or any(name.split("/")[0] == entry.name for name in own)
-        files = [path for path in sorted(entry.rglob("*")) if not path.is_dir()] if entry.is_dir() else [entry]
-        for path in files if is_own else [entry] * bool(files):
-            name = path.relative_to(folder).as_posix()
-            if any(part.startswith(".") for part in path.relative_to(folder).parts):
-                continue
-            if not (is_companion or name in own):
-                left_out.append(name)
-            elif path.is_symlink() or entry.is_symlink():
-                what = "is a symbolic link, whose target may not belong to the model"
-                raise InputError(str(path), what, "replace it by the file")
-            else:
-                paths.append(name)
-    return paths, left_out
+        if not (folder / name).is_file():
+            raise InputError(str(folder / name), "is missing, so the model is incomplete", "export it again")
+        check_file(folder / name, UNDAMAGED)
+    companions = [path.name for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
+    paths = sorted({*own, *companions})
+    for name in paths:
+        if (folder / name).resolve() != folder.resolve() / name:
+            what = "is a symbolic link, whose target may not belong to the model"
+            raise InputError(str(folder / name), what, "replace it by the file")
+    tops = {name.split("/")[0] for name in paths}
+    others = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
+    others = [path for path in others if path.as_posix() not in paths and not str(path).startswith(".")]
+    shown = {path.as_posix() if path.parts[0] in tops else path.parts[0] for path in others if "/." not in str(path)}
+    return paths, sorted(shown)
 
 
 def _pushed_files(api: HfApi, repository: str, revision: str | None) -> set[str]:
@@ -543,18 +487,16 @@ def _explained(error: BaseException, endpoint: str) -> tuple[str, str] | None:
         return "is not a repository name", "write OWNER/NAME with letters, digits, -, _ and ."
     if isinstance(error, OfflineModeIsEnabled):
         return "cannot be reached while HF_HUB_OFFLINE is set", "unset it"
-    status = getattr(getattr(error, "response", None), "status_code", None)
     answers = {
         401: ("the Hub does not accept the token (401)", "log in with: hf auth login"),
         403: ("the token has no write access (403)", "use a token with write access to that owner"),
         404: ("does not exist, or the token has no access to it (404)", "check the name"),
         409: ("exists already", "name another, or commit to it with --update"),
     }
-    if status in answers:
-        return answers[status]
+    status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         message = getattr(error, "server_message", None) or str(error)
-        return f"the Hub answered {status}: {one_line(message, 160)}", "try again"
+        return answers.get(status, (f"the Hub answered {status}: {one_line(message, 160)}", "try again"))
     # Connection errors: huggingface_hub 1 raises httpx's, version 2 those of httpx2.
     if type(error).__module__.startswith("httpx") or isinstance(error, ConnectionError):
         return f"{endpoint} cannot be reached ({type(error).__name__})", "check the network and HF_ENDPOINT"
