@@ -35,7 +35,7 @@ from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
 from embeddings.modules.base import BaseModule, ContrastiveModule
-from embeddings.training.plan import Plan, Setting, StrategyName, Texts, plan_step, without_data
+from embeddings.training.plan import Setting, StepCost, StrategyName, Texts, plan_step, without_data
 
 GIB, GB = 2**30, 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
@@ -192,7 +192,7 @@ def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | No
 
 
 def lines(
-    module: BaseModule, cost: Plan, texts: Sequence[Texts], run: Any, setting: Setting, options: dict[str, Any]
+    module: BaseModule, cost: StepCost, texts: Sequence[Texts], run: Any, setting: Setting, options: dict[str, Any]
 ) -> list[str]:
     """The table, and a warning if the run does not fit into memory."""
     total, gpu_gb = sum(cost.memory.values()) / GB, options["gpu_memory_gb"]
@@ -251,7 +251,7 @@ def run_rows(
     setting: Setting,
     options: dict[str, Any],
     seconds: float,
-    cost: Plan,
+    cost: StepCost,
 ) -> list[list[str]]:
     """Table rows about the run: steps, pairs, tokens, hours and disk."""
     pairs = run.data.init_args.batch_size * setting.num_ranks * setting.accumulated

@@ -63,7 +63,7 @@ def load_balancing_loss(
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, Eq. 1, whose printed form is `paper`. `balanced` is that of
         megablocks, with which the released model was trained: its coefficient of 1 refers to this form. `transformers`
         is the Mixtral loss of the transformers library, which averages over layers before the product. Differs: the
-        released code adds one such loss for queries and one for documents; here the sums include both towers.
+        released code adds one such loss for queries and one for documents; here the sums include both.
     """
     num_layers, num_experts = count_YX.shape
     # Every layer routes the same tokens.

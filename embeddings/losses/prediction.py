@@ -91,15 +91,7 @@ class WordPrediction(nn.Module):
         self.register_buffer("count_V", torch.zeros(len(table_VH)))
 
     def forward(self, vector_NH: Tensor, tokens: TokenBatch) -> Tensor:
-        """The mean cross-entropy, (), over the texts that have a target; `count_V` is updated first.
-
-        Args:
-            vector_NH: A vector for each text, (N, H) float.
-            tokens: The texts; their pooled tokens are the targets.
-
-        Precision: float32 (float64 for float64 vectors). Logits of at most 256 texts are in memory; the backward pass
-            recomputes them.
-        """
+        """The mean cross-entropy, (), over the texts that have a target; `count_V` is updated first."""
         device, num_texts = vector_NH.device, len(tokens)
         self.table_VH, self.is_word_V = self.table_VH.to(device), self.is_word_V.to(device)
         _, lengths_N = tokens.placed()

@@ -91,10 +91,7 @@ class Surrogates:
 
 
 def surrogate_vectors(batch: ContrastiveBatch, loss: str = "InfoNCE") -> tuple[SurrogateQueries, Tensor]:
-    """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length.
-
-    `loss` is the class that needs them, for the error if the batch has none.
-    """
+    """The surrogate's vectors of this rank's queries, and of its candidates, (C, S) float32 of unit length."""
     if batch.surrogate_query_BS is None or batch.surrogate_candidate_CS is None:
         raise missing_surrogates_error(loss)
     query_BS = F.normalize(batch.surrogate_query_BS.float(), dim=-1)

@@ -134,11 +134,7 @@ _GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16:
 def fastest_sums(
     attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False
 ) -> Tensor:
-    """The fused sums on a CUDA device, else the tiled ones; arguments and result of `tiled_sums`.
-
-    Before the first problem of a kind in a process, both solve a small random one, including gradients. If they
-    disagree or the kernels fail, a warning is logged once, and the tiled sums are used for this kind.
-    """
+    """The fused sums on a CUDA device, else the tiled ones; arguments and result of `tiled_sums`."""
     query, key = attention.query_NALE, attention.key_NGLE
     is_supported = query.dtype == key.dtype and query.dtype in _GRADIENT_TOLERANCE
     if query.device.type != "cuda" or not is_supported or query.shape[-1] > _MAX_HEAD_WIDTH:

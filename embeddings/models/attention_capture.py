@@ -122,10 +122,7 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def visible_range(module: Any, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """Whether a layer is causal, and the distance from which its queries see no key, as in transformers' masks.
-
-    If a config disables the causal mask, its window includes the last position.
-    """
+    """Whether a layer is causal, and the distance from which its queries see no key, as in transformers' masks."""
     argument, window = arguments.get("is_causal"), arguments.get("sliding_window")
     is_causal = bool(module.is_causal if argument is None else argument)
     if window is not None and argument is False:

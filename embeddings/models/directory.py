@@ -107,11 +107,7 @@ class ModelParts:
 def write_model_directory(
     folder: str | os.PathLike[str], backbone: nn.Module, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
 ) -> None:
-    """Write a model as a sentence-transformers directory, atomically.
-
-    Adapters are merged into the written weights; the backbone itself does not change. A directory that contains code
-    needs `trust_remote_code=True` in sentence-transformers. An existing model is replaced; other files are kept.
-    """
+    """Write a model as a sentence-transformers directory, atomically."""
     name, text, context = pooling_name(parts.pooling), parts.text, parts.context
     with replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
@@ -266,10 +262,7 @@ def _write_standard_pooling(folder: Path, name: str, parts: ModelParts, config: 
 def read_model_directory(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contextual: bool = False
 ) -> ModelParts:
-    """Read the parts of a sentence-transformers directory except the backbone, without running code from it.
-
-    With `contextual` the caller reads the other parts of a contextual model (see `read_context_options`).
-    """
+    """Read the parts of a sentence-transformers directory except the backbone, without running code from it."""
     path = folder / "modules.json"
     if not path.is_file():
         raise InputError(str(folder), "has no modules.json, so it is not an embedding model", "export one, or train it")

@@ -111,10 +111,7 @@ class FromScratch:
 def load_language_model(
     config: BackboneConfig | FromScratch, kind: HeadKind, new_head: bool = False, has_lora: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model with an encoder's (`masked`) or a decoder's (`causal`) head, in evaluation mode, and its tokenizer.
-
-    With `new_head` a missing head is initialised at random; `has_lora` and errors are as in `load_backbone`.
-    """
+    """Load a model with a masked (encoder) or causal (decoder) head in evaluation mode, and the tokenizer."""
     auto_class = AUTO_CLASSES[kind]
     if isinstance(config, FromScratch):
         _check_kind(AutoConfig.for_model(config.model_type), kind)
@@ -275,7 +272,7 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
 
 
 def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with weights in float32 drawn from torch's random state, in evaluation mode, and its tokenizer."""
+    """A model with weights in float32 drawn from torch's random state, in evaluation mode, and the tokenizer."""
     check_num_layers(scratch.settings, "model.from_scratch.settings")
     tokenizer = read_tokenizer(resolve_model(scratch.tokenizer))
     options = {} if scratch.attn_implementation is None else {"attn_implementation": scratch.attn_implementation}

@@ -204,10 +204,7 @@ folders `1_Pooling`, `N_LayerNorm` and `N_Dense` of {directory}.
 
 
 def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | None, directory: Path) -> None:
-    """Write the LoRA matrices unmerged in peft's layout, with a card on loading them.
-
-    `directory` is the final place of the model directory, of which `folder` is a part.
-    """
+    """Write the LoRA matrices unmerged in peft's layout, with a card on loading them."""
     from peft import get_peft_model_state_dict
 
     adapted: Any = backbone

@@ -108,7 +108,7 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
         raise InputError(str(file), f"cannot be loaded: {one_line(str(error), 160)}", _TAKE_ANOTHER) from error
 
 
-def weights_checksum(folder: Path) -> str:
+def folder_checksum(folder: Path) -> str:
     """A checksum of a folder's weights and their names, independent of how they are sharded."""
     checksums: dict[str, str] = {}
     for name, tensor in chain.from_iterable(map(read_tensors, weight_files(folder))):
@@ -128,17 +128,7 @@ _UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The local folder with a model's files, downloaded if necessary.
-
-    Args:
-        name: A directory; `all-MiniLM-L6-v2` for the model that the `quickstart` extra installs (from the Hub if the
-            extra is missing); or a Hub id.
-        revision: Commit, tag or branch of a Hub id.
-
-    Raises:
-        InputError: If the model is not available, or the packaged weights differ from the published ones.
-        OptionError: If a revision is set and `name` is not a Hub id.
-    """
+    """The local folder with a model's files, downloaded if necessary."""
     path = Path(name).expanduser()
     folder = path if path.is_dir() else _packaged_folder() if name == PACKAGED_NAME else None
     if folder is not None and revision is not None:
@@ -155,19 +145,19 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     return _download(f"sentence-transformers/{name}" if name == PACKAGED_NAME else name, revision)
 
 
-class Origin(NamedTuple):
+class ModelSource(NamedTuple):
     """The source of a folder of `resolve_model`: a Hub id with its commit, or the folder itself."""
 
     name: str
     commit: str | None
 
 
-def origin_of(folder: Path) -> Origin:
+def origin_of(folder: Path) -> ModelSource:
     """The source of a folder, from its path: the Hub's cache has `models--OWNER--NAME/snapshots/COMMIT`."""
     kind, *parts = folder.parent.parent.name.split("--")
     if kind == "models" and parts and folder.parent.name == "snapshots":
-        return Origin("/".join(parts), folder.name)
-    return Origin(str(folder), None)
+        return ModelSource("/".join(parts), folder.name)
+    return ModelSource(str(folder), None)
 
 
 @dataclass(frozen=True)
@@ -179,11 +169,11 @@ class FrozenBase:
 
     @cached_property
     def checksum(self) -> str:
-        return weights_checksum(self.folder)
+        return folder_checksum(self.folder)
 
-    def origin(self) -> Origin:
+    def origin(self) -> ModelSource:
         origin = origin_of(self.folder)
-        return origin if origin.commit is not None else Origin(self.name, None)
+        return origin if origin.commit is not None else ModelSource(self.name, None)
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.origin()._asdict(), "xxh3_128": self.checksum}

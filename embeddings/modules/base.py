@@ -44,7 +44,7 @@ from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
 from embeddings.losses import InfoNCE
-from embeddings.losses.tiles import scores_at_once
+from embeddings.losses.info_nce import scores_at_once
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.backbone import compile_layers, is_compiled
 from embeddings.models.directory import read_model_directory, read_text_settings

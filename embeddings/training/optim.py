@@ -38,10 +38,7 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
 
 
 def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
-    """The optimiser's state values per trained weight, measured on a small matrix: 2 for AdamW.
-
-    It is 0 for an optimiser that does not support a dense gradient on a CPU.
-    """
+    """The optimiser's state values per trained weight, measured on a small matrix: 2 for AdamW."""
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
     optimizer = make([matrix])

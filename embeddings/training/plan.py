@@ -49,26 +49,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of embedding texts of equal length.
+    """The cost of embedding texts of equal length."""
 
-    Attributes:
-        forward: Floating-point operations of a forward; a multiply-add counts as two.
-        backward: The same for its backward, including recomputed layers.
-        graph: Bytes that the graph keeps until the backward; a checkpointed layer keeps only its input.
-        again: Bytes of the largest checkpointed layer's graph, which exists only during its recomputation.
-        unchecked: Bytes that the graph would keep without checkpointing. Its shared part is cast weights.
-    """
-
-    forward: Linear
-    backward: Linear
-    graph: Linear
-    again: Linear
-    unchecked: Linear
+    forward: Linear  # floating-point operations of a forward; a multiply-add counts as two
+    backward: Linear  # the same for its backward, including recomputed layers
+    graph: Linear  # bytes that the graph keeps until the backward; a checkpointed layer keeps only its input
+    again: Linear  # bytes of the largest checkpointed layer's graph, which exists only during its recomputation
+    unchecked: Linear  # bytes that the graph would keep without checkpointing; its shared part is cast weights
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one tower on one rank, each with `tokens` tokens after `extra` positions of context and soft prompt."""
+    """Texts of one group on one rank, each with `tokens` tokens after `extra` positions of context and soft prompt."""
 
     name: str
     count: int
@@ -85,46 +77,29 @@ class Texts:
 
 @dataclass(frozen=True)
 class Setting:
-    """The options of a step.
-
-    Attributes:
-        half_products: Whether autocast computes matrix products in 16 bits.
-        mini_batch_tokens: GradCache's limit; None without GradCache.
-        kept_gib: GradCache's memory for kept graphs, in GiB.
-        kept_share: The same as a fraction of the memory that is free after a step, of a GPU with `gpu_bytes`.
-        accumulated: Batches per optimiser step.
-    """
+    """The options of a step."""
 
     num_ranks: int = 1
     strategy: StrategyName = "single"
-    half_products: bool = True
-    mini_batch_tokens: int | None = None
+    half_products: bool = True  # whether autocast computes matrix products in 16 bits
+    mini_batch_tokens: int | None = None  # GradCache's limit; None without GradCache
     mini_batch_texts: int | None = None
-    kept_gib: float = 0.0
-    kept_share: float = 0.0
+    kept_gib: float = 0.0  # GradCache's memory for kept graphs
+    kept_share: float = 0.0  # the same as a fraction of the memory that is free after a step, of a GPU with `gpu_bytes`
     gpu_bytes: float = 0.0
-    accumulated: int = 1
+    accumulated: int = 1  # batches per optimiser step
 
 
 @dataclass(frozen=True)
 class LossSize:
-    """The sizes of a loss on one rank.
+    """The sizes of a loss on one rank."""
 
-    Attributes:
-        num_rows: Rows of the score matrix: queries, or predicted tokens.
-        num_columns: Columns of the score matrix: candidates of all ranks, or the vocabulary.
-        width: Dimensions of the compared vectors; the sum for several losses.
-        tile: Number of scores in memory at the same time.
-        stored: Vectors of this rank that are stored with their gradients.
-        gathered: Candidates that are gathered from all ranks; 0 if each rank uses only its candidates.
-    """
-
-    num_rows: int
-    num_columns: int
-    width: int
-    tile: int
-    stored: int = 0
-    gathered: int = 0
+    num_rows: int  # of the score matrix: queries, or predicted tokens
+    num_columns: int  # of the score matrix: candidates of all ranks, or the vocabulary
+    width: int  # dimensions of the compared vectors; the sum for several losses
+    tile: int  # number of scores in memory at the same time
+    stored: int = 0  # vectors of this rank that are stored with their gradients
+    gathered: int = 0  # candidates that are gathered from all ranks; 0 if each rank uses only its own
 
     @property
     def operations(self) -> float:
@@ -139,11 +114,11 @@ class LossSize:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepCost:
     """The costs of an optimiser step on one GPU, by component: peak bytes, operations and bytes sent.
 
     Attributes:
-        num_mini_batches: GradCache's mini-batches of a batch; without GradCache, the towers.
+        num_mini_batches: GradCache's mini-batches of a batch; without GradCache, the groups of texts.
         kept: Fraction of the graphs that need no second forward.
     """
 
@@ -158,7 +133,7 @@ class Plan:
 
 def plan_step(
     module: nn.Module, texts: Sequence[Texts], loss: LossSize, setting: Setting, state_per_weight: float = 2.0
-) -> Plan:
+) -> StepCost:
     """The memory, arithmetic and traffic of an optimiser step on one GPU.
 
     It excludes the CUDA context, NCCL's buffers, fragmentation, and temporary results inside one operation. Operations
@@ -169,13 +144,13 @@ def plan_step(
     weights = list(module.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
-    # (texts, texts per mini-batch, mini-batches as a fraction) of each tower.
+    # (texts, texts per mini-batch, mini-batches as a fraction) of each group.
     sizes = [text.per_mini_batch(setting.mini_batch_tokens, setting.mini_batch_texts) for text in texts]
-    towers = [(text, size, text.count / size) for text, size in zip(texts, sizes, strict=True)]
-    num_mini_batches = sum(math.ceil(count) for _, _, count in towers)
-    chunks = [text.cost.graph.each * size for text, size, _ in towers]
-    again = max(text.cost.again.each * size for text, size, _ in towers)
-    all_graphs = sum(chunk * count for chunk, (_, _, count) in zip(chunks, towers, strict=True))
+    groups = [(text, size, text.count / size) for text, size in zip(texts, sizes, strict=True)]
+    num_mini_batches = sum(math.ceil(count) for _, _, count in groups)
+    chunks = [text.cost.graph.each * size for text, size, _ in groups]
+    again = max(text.cost.again.each * size for text, size, _ in groups)
+    all_graphs = sum(chunk * count for chunk, (_, _, count) in zip(chunks, groups, strict=True))
     memory = _state_bytes(module, setting, state_per_weight)
     kept = 1.0
     if setting.mini_batch_tokens is not None:
@@ -188,13 +163,13 @@ def plan_step(
         memory["casts of weights, shared by graphs"] = max(text.cost.unchecked.shared for text in texts)
     memory["activations"] = max(kept * all_graphs, max(chunks)) + again
     memory["vectors, candidates and loss tiles"] = loss.num_bytes
-    forward = sum(count * text.cost.forward.of(size) for text, size, count in towers)
-    backward = sum(count * text.cost.backward.of(size) for text, size, count in towers)
+    forward = sum(count * text.cost.forward.of(size) for text, size, count in groups)
+    backward = sum(count * text.cost.backward.of(size) for text, size, count in groups)
     operations = {"forward": forward, "GradCache's second forward": (1 - kept) * forward, "backward": backward}
     operations["loss"] = loss.operations
     scaled = {part: setting.accumulated * value for part, value in operations.items() if value}
     sent = sent_bytes(module, setting, loss, num_mini_batches, kept)
-    return Plan(trained, frozen, memory, scaled, num_mini_batches, kept, sent)
+    return StepCost(trained, frozen, memory, scaled, num_mini_batches, kept, sent)
 
 
 def sent_bytes(
@@ -204,7 +179,7 @@ def sent_bytes(
 
     In a ring of R ranks, an all-gather or reduce-scatter of S bytes sends S (R - 1) / R bytes per rank; an all-reduce
     sends twice as many. With n mini-batches of which a fraction k keeps its graph, there are n (2 - k) forwards and n
-    backwards. Without GradCache there is one of each per tower, and one reduction of gradients for both towers.
+    backwards. Without GradCache there is one of each per group of texts, and one reduction of gradients for all.
 
         DDP      gradients once per step, in the last backward
         ZeRO-1   gradients once per step; trained weights after the update
@@ -388,10 +363,7 @@ class _NoPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def without_data(module: nn.Module) -> Iterator[None]:
-    """A context in which a module on the meta device acts as if on the CPU; nothing is stored or computed.
-
-    Each expert gets the same number of tokens.
-    """
+    """A context in which a module on the meta device acts as if on the CPU; nothing is stored or computed."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -419,22 +391,22 @@ def _even_mlps(row_PH: Tensor, _: Tensor, weights: ExpertWeights) -> Tensor:
 def trace_embedder(
     embedder: Embedder, num_queries: int, num_candidates: int, query_tokens: int, document_tokens: int, half: bool
 ) -> list[Texts]:
-    """The towers of a contrastive batch on one rank, traced inside `without_data`; `half` as in `trace`."""
-    towers, context, extra = [], None, 0
+    """The groups of texts of a contrastive batch on one rank, traced inside `without_data`; `half` as in `trace`."""
+    groups, context, extra = [], None, 0
     if isinstance(embedder, ContextualEmbedder):
         num_context, extra = min(embedder.num_context, num_candidates), embedder.num_extra_tokens
         context = torch.zeros(num_context, embedder.context_size, requires_grad=True)
         limit = min(document_tokens, embedder.first_stage.max_length or document_tokens)
         cost = trace(embedder, lambda count: embedder.embed_context(_tokens(count, limit)), half)
-        towers.append(Texts("context documents", num_context, limit, cost))
+        groups.append(Texts("context documents", num_context, limit, cost))
     arguments = () if context is None else (context,)
     costs = {
         length: trace(embedder, lambda count, n=length: embedder(_tokens(count, n), *arguments), half)  # type: ignore[misc]
         for length in {query_tokens, document_tokens}
     }
-    towers.append(Texts("queries", num_queries, query_tokens, costs[query_tokens], extra))
-    towers.append(Texts("documents", num_candidates, document_tokens, costs[document_tokens], extra))
-    return towers
+    groups.append(Texts("queries", num_queries, query_tokens, costs[query_tokens], extra))
+    groups.append(Texts("documents", num_candidates, document_tokens, costs[document_tokens], extra))
+    return groups
 
 
 def _tokens(count: int, length: int) -> PaddedTokens:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
-from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, info_nce, similarity_matrix
+from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, similarity_matrix
 from embeddings.training import GradCache
 from tests.helpers.contrastive import Record, TinyStep, batch_of, random_batch, random_records, relative_error
 from tests.helpers.tiny import tiny_bert
@@ -229,15 +229,6 @@ def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(directions: Any
     assert torch.equal(found.loss, expected.loss)
     assert all(map(torch.equal, found_gradients, expected_gradients))
     assert all(torch.equal(found.terms[name], value) for name, value in expected.terms.items())
-
-
-def test_the_masks_of_a_tile_are_computed_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    exclude_ = info_nce.exclude_candidates_
-    monkeypatch.setattr(info_nce, "exclude_candidates_", lambda *facts: calls.append(1) or exclude_(*facts))
-    batch = random_batch(40, 0)
-    MatryoshkaInfoNCE(WIDTHS, tile_size=1)(*vectors(batch), batch)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)

@@ -138,10 +138,3 @@ def test_frequent_words_do_not_attract_vectors() -> None:
     without_counts, with_counts = pulls
     assert without_counts > 0
     assert abs(with_counts) < 0.3 * without_counts
-
-
-def test_word_prediction_in_tiles_has_the_same_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, vectors = torch.randn(12, 6), torch.randn(4, 6)
-    whole = WordPrediction(table, SPECIAL)(vectors, tokens(TEXTS))
-    monkeypatch.setattr("embeddings.losses.prediction._TILE", 3)
-    assert WordPrediction(table, SPECIAL)(vectors, tokens(TEXTS)).item() == pytest.approx(whole.item(), rel=1e-6)

@@ -218,22 +218,6 @@ def test_a_window_and_an_additive_mask_equal_a_boolean_mask(is_causal):
     assert not torch.allclose(anchor_weights(window, IS_TOKEN), anchor_weights(replace(window, window=None), IS_TOKEN))
 
 
-def test_no_tile_exceeds_its_budget_and_texts_without_tokens_have_zero_weights(monkeypatch):
-    monkeypatch.setattr(weights_module, "TILE_SCORES", 100)
-    sizes = []
-    softmax = torch.Tensor.softmax
-    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, **o: (sizes.append(self.numel()), softmax(self, **o))[1])
-    captured = attention()
-    weight = anchor_weights(captured, torch.zeros(2, 7, dtype=torch.bool))
-    assert weight.eq(0).all()
-    assert len(sizes) == 7
-    weight.sum().backward()
-    assert captured.query_NALE.grad.eq(0).all()
-    assert len(sizes) == 14
-    # The smallest tile has one query for each of 2 texts and 6 heads.
-    assert max(sizes) == 2 * 6 * 7
-
-
 @pytest.mark.parametrize("num_heads", [1, 13, 40])
 def test_the_logarithm_of_a_product_of_heads_does_not_overflow(num_heads):
     length = 600
@@ -287,12 +271,6 @@ def nan_weights(*problem):
     return tiled_sums(*problem) * torch.nan
 
 
-def test_a_cpu_never_uses_fused_sums(monkeypatch):
-    monkeypatch.setattr(anchor_token, "fused_sums", without_kernels)
-    captured, is_token = anchor_token._trial(KIND[0])
-    torch.testing.assert_close(fastest_sums(captured, is_token), tiled_sums(captured, is_token), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("kind", [KIND, (ProblemKind(CPU, torch.bfloat16, 8, 1, True, True, torch.bool), "query")])
 def test_sums_that_pass_the_check_are_used_and_checked_once(kind):
     calls = []
@@ -325,15 +303,6 @@ def test_sums_that_fail_the_check_are_replaced_with_one_warning(sums, reason, ca
     assert "uses the slower tiled sums" in caplog.text
     message = caplog.records[0].getMessage()
     assert re.search(reason, message), message
-
-
-def test_the_check_works_without_gradients_and_does_not_change_the_global_random_state():
-    before = torch.get_rng_state()
-    with torch.inference_mode():
-        assert checked_sums(tiled_sums, *KIND) is tiled_sums
-    with torch.autocast("cpu", torch.bfloat16):
-        assert anchor_token._disagreement(tiled_sums, *anchor_token._trial(KIND[0]), "key") is None
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 SHAPES = [(64, 1), (128, 4), (96, 2), (256, 8)]
@@ -457,20 +426,6 @@ def test_captured_queries_and_keys_are_the_projections_of_the_layer():
     assert torch.equal(layer.key_NGLE.transpose(1, 2).flatten(2), attention.key(state))
     assert layer.scaling == 8**-0.5
     assert not layer.is_causal
-
-
-def test_a_layer_has_at_most_one_capture_and_a_refused_capture_changes_no_layer():
-    backbone = tiny_bert()
-    capture = AttentionCapture(backbone, (-1,))
-    for layers in ((-1,), (0, -1)):
-        with pytest.raises(ValueError, match="reads this backbone's attention already"):
-            AttentionCapture(backbone, layers)
-    AttentionCapture(backbone, (0,))
-    with pytest.raises(ValueError, match=r"layers \[1, -1\] must name each layer once"):
-        AttentionCapture(tiny_bert(), (1, -1))
-    run(backbone)
-    with capture.open() as captured, pytest.raises(RuntimeError, match="without calling its attention function"):
-        captured()
 
 
 def test_a_detached_capture_frees_its_layers_and_can_be_attached_again():

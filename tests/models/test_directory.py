@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import huggingface_hub
@@ -34,7 +33,7 @@ from embeddings.models import (
     model_files,
 )
 from embeddings.models.directory import read_head, read_norm, write_head, write_norm
-from embeddings.models.model_files import PACKAGED_NAME, origin_of, resolve_model, weight_files, weights_checksum
+from embeddings.models.model_files import PACKAGED_NAME, folder_checksum, origin_of, resolve_model, weight_files
 from embeddings.models.poolings import pooling_name
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.reading import random_tokens, tokenised
@@ -310,41 +309,6 @@ def test_a_failed_save_leaves_the_old_model_intact(tmp_path, monkeypatch, failin
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_export_that_fails_during_another_leaves_the_others_model(tmp_path, monkeypatch):
-    target, replace, seen = tmp_path / "model", os.replace, []
-
-    def export(name):
-        with replaced_folder(target) as new:
-            (new / "config.json").write_text(name)
-
-    def fail_while_another_exports(source, destination):
-        if Path(source).name == "new" and not seen:
-            seen.append(other)
-            other.start()
-            other.join(0.5)
-            raise OSError("no space")
-        replace(source, destination)
-
-    export("old")
-    (target / "notes.md").write_text("mine")
-    other = threading.Thread(target=export, args=("new",))
-    monkeypatch.setattr(os, "replace", fail_while_another_exports)
-    with pytest.raises(OSError, match="no space"):
-        export("failed")
-    other.join()
-    assert {**tree(target), "manifest.json": b""} == {"config.json": b"new", "notes.md": b"mine", "manifest.json": b""}
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_file_created_at_the_target_during_a_save_is_kept(tmp_path, monkeypatch):
-    target = tmp_path / "model"
-    monkeypatch.setattr("embeddings.common.own_folder._flush", lambda _: target.write_text("mine"))
-    with pytest.raises(NotADirectoryError):
-        embedder().save_pretrained(target)
-    assert target.read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 def test_an_unknown_pooling_class_is_refused_and_nothing_is_written(tmp_path):
     class Own(MeanPooling):
         pass
@@ -470,15 +434,15 @@ def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path):
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "several", max_shard_size="60KB")
     assert len(weight_files(tmp_path / "several")) > 1
-    checksum = weights_checksum(tmp_path / "one")
-    assert weights_checksum(tmp_path / "several") == checksum
+    checksum = folder_checksum(tmp_path / "one")
+    assert folder_checksum(tmp_path / "several") == checksum
     with torch.no_grad():
         model.get_input_embeddings().weight[3, 2] += 1e-6
     model.save_pretrained(tmp_path / "other")
-    assert weights_checksum(tmp_path / "other") != checksum
+    assert folder_checksum(tmp_path / "other") != checksum
     (tmp_path / "other" / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read: "):
-        weights_checksum(tmp_path / "other")
+        folder_checksum(tmp_path / "other")
 
 
 def test_names_that_are_not_hub_ids_have_no_revision_and_are_not_searched_on_the_hub(tmp_path, unreachable):

@@ -27,8 +27,8 @@ from embeddings.training.plan import (
     Cost,
     Linear,
     LossSize,
-    Plan,
     Setting,
+    StepCost,
     Texts,
     counted,
     plan_step,
@@ -100,7 +100,7 @@ def batch_for(module: ContrastiveModule) -> ContrastiveBatch:
     return batch
 
 
-def planned(module: ContrastiveModule, setting: Setting) -> tuple[Plan, list[Texts]]:
+def planned(module: ContrastiveModule, setting: Setting) -> tuple[StepCost, list[Texts]]:
     """The plan of a module's step over `batch_for`, and the cost of each tower."""
     sizes = (QUERIES, CANDIDATES, QUERY_TOKENS, DOCUMENT_TOKENS)
     with without_data(module):
