@@ -9,7 +9,7 @@ from embeddings.common.distributed import reduce_int
 from embeddings.common.process import logger, trim_malloc
 from embeddings.common.protocols import RunData, run_data
 from embeddings.training.gradcache import GradCache, GradCacheModule
-from embeddings.training.graphs import free_memory_bytes
+from embeddings.training.memory import free_memory_bytes
 from embeddings.training.strategy import training_strategy
 
 # Fraction of the memory that is free after the first step; the remainder is for longer texts and other uses.

@@ -4,6 +4,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from os import PathLike
@@ -135,6 +136,13 @@ class ContrastiveStep(Protocol):
     ) -> LossOutput:
         """The loss of a batch; all interaction between texts happens here."""
         ...
+
+
+@runtime_checkable
+class SharesCasts(Protocol):
+    """A step with weights that can be cast to autocast's dtype once for all mini-batches."""
+
+    def shared_casts(self) -> AbstractContextManager[object]: ...
 
 
 @runtime_checkable

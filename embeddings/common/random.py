@@ -1,10 +1,13 @@
-"""Seeds and random orders that depend only on (seed, stream, …), not on the rank or the worker."""
+"""Seeds and random orders that depend only on (seed, stream, …), not on the rank or the worker; torch's own state."""
 
 import hashlib
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 NUM_ROUNDS = 6
@@ -104,3 +107,21 @@ def _shifted(values: NDArray[np.uint64], shift: NDArray[np.uint64], size: np.uin
     # If the sum is below size, the unsigned difference wraps around to a huge number.
     shifted: NDArray[np.uint64] = np.minimum(shift, shift - size)
     return shifted
+
+
+class RandomState:
+    """The current random states of the CPU and of one device, saved to replay dropout."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cpu_state = device, torch.get_rng_state()
+        self.device_state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """A context in which these states are set; the current ones are restored afterwards."""
+        devices = [] if self.device_state is None else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.set_rng_state(self.cpu_state)
+            if self.device_state is not None:
+                torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)
+            yield

@@ -6,7 +6,7 @@ from embeddings.models.bidirectional import check_bidirectional, make_bidirectio
 from embeddings.models.contextual import ContextualEmbedder, load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import FromScratch, HeadSettings, LanguageModel
-from embeddings.models.latent_attention import LatentAttentionPooling
+from embeddings.models.latent_attention import LatentAttentionPooling, SelfAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
 from embeddings.models.model_card import PushedModel, push_to_hub
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
@@ -16,7 +16,6 @@ from embeddings.models.pooling import (
     LastTokenPooling,
     MeanPooling,
     Pooling,
-    SelfAttentionPooling,
     WeightedMeanPooling,
 )
 from embeddings.models.rotary import to_rotary, write_rotary_model

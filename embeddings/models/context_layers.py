@@ -48,11 +48,7 @@ class FirstStage(nn.Module):
         )
 
     def forward(self, input_ids_ML: Tensor, attention_mask_ML: Tensor, pooling_mask_ML: Tensor) -> Tensor:
-        """One vector per context document, (M, H), from ids padded on the right and boolean masks.
-
-        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too, and
-            float64 for float64 weights.
-        """
+        """One vector per context document, (M, H), from ids padded on the right and boolean masks."""
         if self.max_length is not None and input_ids_ML.shape[1] > self.max_length:
             parts = (input_ids_ML, attention_mask_ML, pooling_mask_ML.clone())
             input_ids_ML, attention_mask_ML, pooling_mask_ML = (part[:, : self.max_length] for part in parts)
@@ -106,10 +102,7 @@ class ContextSlots(nn.Module):
             self.register_buffer("null_H", torch.zeros(context_size), persistent=False)
 
     def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
-        """The context vectors of N texts from M <= J vectors or None, (N, J, H), or (N, M, H) without a null vector.
-
-        Raises a `ValueError` for a wrong shape.
-        """
+        """The context vectors of N texts from M <= J vectors or None, (N, J, H), or (N, M, H) without a null vector."""
         width = len(self.null_H)
         context_MH = self.null_H.new_empty(0, width) if context_MH is None else context_MH
         if context_MH.ndim != 2 or context_MH.shape[1] != width or len(context_MH) > self.num_context:

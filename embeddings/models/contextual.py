@@ -36,7 +36,7 @@ from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import load_weights, resolve_model
 from embeddings.models.pooling import MeanPooling
 from embeddings.models.portable_contextual import CONTEXT_FOLDER, CONTEXT_WEIGHTS, RESIDUAL_FOLDER, ContextParts
-from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, padded, unpadding_of
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, unpadding_of
 
 
 class ContextualEmbedder(Embedder):
@@ -115,14 +115,7 @@ class ContextualEmbedder(Embedder):
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto", first_stage: UnpaddedMode | None = None) -> None:
-        """Choose whether a `TokenBatch` is padded, in the first stage by `first_stage`, by default `mode`.
-
-        A backbone with a window is always padded if the context has no positions, because no kernel supports a window
-        from which the context is exempt.
-
-        Raises:
-            OptionError: If texts must not be padded and a backbone does not support this.
-        """
+        """Choose whether a `TokenBatch` is padded, in the first stage by `first_stage`, by default `mode`."""
         if not self.has_positions and has_window(self.backbone):
             if mode is True:
                 rule = "is not supported: layers with a window see the whole context"
@@ -145,7 +138,7 @@ class ContextualEmbedder(Embedder):
     @property
     def longest_text(self) -> int | None:
         """Maximum number of tokens in a text after a context; None if positions set no limit."""
-        learned = num_positions(self.backbone)
+        learned = super().longest_text
         # The indices of a rotary model include the prefix.
         limit = getattr(plain_backbone(self.backbone).config, "max_position_embeddings", None)
         return learned if learned is not None or limit is None else int(limit) - self.num_extra_tokens
@@ -181,8 +174,7 @@ class ContextualEmbedder(Embedder):
         if isinstance(tokens, TokenBatch):
             if self.first_unpadding is not None and self.first_unpadding.applies_to(self.first_stage.backbone, tokens):
                 return self._first_stage_unpadded(self.first_unpadding, tokens)
-            limit = self.longest_context_document
-            tokens = padded(tokens, self.first_stage.backbone, self.pad_token_id, limit)
+            tokens = self._padded(tokens, self.first_stage.backbone, self.longest_context_document)
         vector_MH: Tensor = self.first_stage(tokens.input_ids_NL, tokens.attention_mask_NL, tokens.pooling_mask_NL)
         return vector_MH
 
@@ -215,8 +207,7 @@ class ContextualEmbedder(Embedder):
         if isinstance(tokens, TokenBatch):
             num_texts, longest = len(tokens), int(tokens.lengths_N.max())
             if self.unpadding is None or not self.unpadding.applies_to(self.backbone, tokens):
-                num_prefix = self.num_extra_tokens
-                tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text, num_prefix)
+                tokens = self._padded(tokens, self.backbone, self.longest_text, self.num_extra_tokens)
         else:
             num_texts, longest = tokens.input_ids_NL.shape
         limit = self.longest_text
@@ -329,10 +320,7 @@ _ATTENTIONS = ("eager", "sdpa")
 
 @torch.no_grad()
 def broken_rule(backbone: nn.Module) -> str | None:
-    """The rule for a context without positions that a backbone breaks, or None; runs four tiny forward passes.
-
-    The texts are longer than the window of layers that have one.
-    """
+    """The rule for a context without positions that a backbone breaks, or None; runs four tiny forward passes."""
     model = plain_backbone(backbone)
     attention = model.config._attn_implementation
     if attention not in _ATTENTIONS:

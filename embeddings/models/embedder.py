@@ -25,7 +25,7 @@ from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling
 from embeddings.models.poolings import own_pooling_source
-from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded, unpadding_of
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded_length, unpadding_of
 
 
 class Embedder(nn.Module):
@@ -92,6 +92,8 @@ class Embedder(nn.Module):
         self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
         self.unpadding: Unpadding | None = None
+        # Both are found by a search in the backbone.
+        self._options, self._num_positions = without_cache(backbone), num_positions(backbone)
         self.train()
 
     def unpad(self, mode: UnpaddedMode = "auto") -> None:
@@ -131,14 +133,22 @@ class Embedder(nn.Module):
         if isinstance(tokens, TokenBatch):
             if self.unpadding is not None and self.unpadding.applies_to(self.backbone, tokens):
                 return self._pooled_unpadded(self.unpadding, tokens)
-            tokens = padded(tokens, self.backbone, self.pad_token_id, self.longest_text)
+            tokens = self._padded(tokens, self.backbone, self.longest_text)
         attention_NL = tokens.attention_mask_NL
         with nullcontext() if self.capture is None else self.capture.open() as captured:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
-            output = self.backbone(**inputs, **without_cache(self.backbone))
+            output = self.backbone(**inputs, **self._options)
         attention = () if captured is None else (attention_NL, captured())
         vector_NH: Tensor = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)
         return vector_NH
+
+    def _padded(
+        self, tokens: TokenBatch, backbone: nn.Module, longest: int | None, num_prefix: int = 0
+    ) -> PaddedTokens:
+        """Texts padded on the right as is fastest for a backbone with `longest` positions."""
+        on_gpu = tokens.device.type == "cuda" and len(tokens) > 0
+        length = padded_length(backbone, tokens, longest, num_prefix) if on_gpu else None
+        return tokens.padded(pad_token_id=self.pad_token_id, length=length)
 
     def _pooled_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
         with nullcontext() if self.capture is None else self.capture.open() as captured:
@@ -156,7 +166,7 @@ class Embedder(nn.Module):
     @property
     def longest_text(self) -> int | None:
         """Maximum number of tokens in a text; None if positions set no limit."""
-        return num_positions(self.backbone)
+        return self._num_positions
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
         """Check that the backbone has positions for these maximum lengths, which are options of `owner`.

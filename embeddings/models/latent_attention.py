@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pooling import GatedFeedForward, Pooling, TextPlaces, mean_of_sum, zero_parameters
+from .pooling import Pooling, TextPlaces
 
 
 class LatentAttentionPooling(Pooling):
@@ -75,11 +75,12 @@ class LatentAttentionPooling(Pooling):
             self.feed_forward = GatedFeedForward(hidden_size)
             if zero_init_residual:
                 for layer in (self.attention.to_output, self.feed_forward.contract):
-                    zero_parameters(layer)
+                    _zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
         state_TH = self._block_output(hidden_NLH.flatten(0, 1), pooling_mask_NL.flatten())
-        return mean_of_sum(state_TH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
+        sum_NH = state_TH.view(*pooling_mask_NL.shape, -1).sum(dim=1)
+        return sum_NH / pooling_mask_NL.sum(dim=1, keepdim=True).clamp(min=1)
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
         return places.means(self._block_output(hidden_TH, pooling_mask_T), pooling_mask_T)
@@ -154,3 +155,74 @@ def _split_heads(state: Tensor, num_heads: int) -> Tensor:
 
 def _join_heads(state: Tensor) -> Tensor:
     return state.transpose(0, 1).flatten(1)
+
+
+class SelfAttentionPooling(Pooling):
+    """The mean of the pooled tokens' states after one more self-attention layer and its MLP.
+
+    NV-Embed's baseline for latent attention: the released block, with the text's pooled tokens as keys and values
+    instead of the latents. A text without a pooled token gets the zero vector.
+
+    Args:
+        hidden_size: Width of the states, H.
+        num_heads: Attention heads, A; each is H / A wide.
+        zero_init_residual: Initialise the output layers of both residual branches with zeros: plain mean pooling.
+
+    Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
+    Raises:
+        ValueError: If `num_heads` is below 1 or does not divide the hidden size.
+    Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The paper does not describe the layer's structure.
+    Related: `LatentAttentionPooling`, which scores higher in the paper.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int = 8, zero_init_residual: bool = False) -> None:
+        super().__init__(hidden_size)
+        if num_heads < 1:
+            raise ValueError(f"pooling.num_heads must be >= 1, got {num_heads}")
+        if hidden_size % num_heads:
+            raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
+        self.num_heads = num_heads
+        self.zero_init_residual = zero_init_residual
+        self.norm = nn.LayerNorm(hidden_size)
+        self.to_query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.to_output = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.feed_forward = GatedFeedForward(hidden_size)
+        if zero_init_residual:
+            for layer in (self.to_output, self.feed_forward.contract):
+                _zero_parameters(layer)
+
+    def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
+        # A NaN at a token that is not pooled must not reach a pooled one.
+        outside_NL1 = ~pooling_mask_NL.unsqueeze(-1)
+        state_NLH = hidden_NLH.to(self.norm.weight.dtype).masked_fill(outside_NL1, 0.0)
+        # A text without a pooled token attends to all tokens: a softmax over no key is NaN, and so is its gradient.
+        mask_NL = pooling_mask_NL | ~pooling_mask_NL.any(dim=1, keepdim=True)
+        query, key, value = (
+            part.view(*mask_NL.shape, self.num_heads, -1).transpose(1, 2)
+            for part in self.to_query_key_value(self.norm(state_NLH)).chunk(3, dim=-1)
+        )
+        attended_NALE = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_NL[:, None, None, :])
+        state_NLH = state_NLH + self.to_output(attended_NALE.transpose(1, 2).flatten(2))
+        state_NLH = state_NLH + self.feed_forward(state_NLH)
+        state_NLH = state_NLH.to(torch.promote_types(state_NLH.dtype, torch.float32)).masked_fill(outside_NL1, 0.0)
+        return state_NLH.sum(dim=1) / pooling_mask_NL.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+class GatedFeedForward(nn.Module):
+    """Pre-norm GEGLU, (…, H) to (…, H), inner width 4 H, with the exact GELU; the caller adds the residual."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.expand = nn.Linear(hidden_size, 8 * hidden_size)
+        self.contract = nn.Linear(4 * hidden_size, hidden_size)
+
+    def forward(self, token: Tensor) -> Tensor:
+        value, gate = self.expand(self.norm(token)).chunk(2, dim=-1)
+        output: Tensor = self.contract(value * F.gelu(gate))
+        return output
+
+
+def _zero_parameters(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)

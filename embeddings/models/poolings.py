@@ -15,8 +15,8 @@ from pathlib import Path
 from embeddings.common import OptionError
 
 from .anchor_token import AnchorTokenPooling
-from .latent_attention import LatentAttentionPooling
-from .pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, SelfAttentionPooling, WeightedMeanPooling
+from .latent_attention import LatentAttentionPooling, SelfAttentionPooling
+from .pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
 
 POOLINGS: dict[str, type[Pooling]] = {
     "mean": MeanPooling,

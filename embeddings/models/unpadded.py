@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from embeddings.common import OptionError, PaddedTokens, TokenBatch
+from embeddings.common import OptionError, TokenBatch
 from embeddings.common.text import one_line
 from embeddings.models.attention_capture import own_attention, visible_range
 from embeddings.models.backbone import attention_dropouts
@@ -176,24 +176,20 @@ def _places(tokens: TokenBatch, num_prefix: int = 0) -> TextPlaces:
     return TextPlaces.of(tokens.placed()[1] + num_prefix, num_tokens, longest)
 
 
-def padded(
-    tokens: TokenBatch, backbone: nn.Module, pad_token_id: int, longest: int | None = None, num_prefix: int = 0
-) -> PaddedTokens:
-    """Pad texts on the right to the longest of them, on a GPU in half precision to a multiple of 8.
+def padded_length(
+    backbone: nn.Module, tokens: TokenBatch, longest: int | None = None, num_prefix: int = 0
+) -> int | None:
+    """The length to pad texts to: on a GPU in half precision a multiple of 8, else None for that of the longest text.
 
     Attention with a mask is fastest at such lengths. A mini-batch then has up to 7 more tokens per text than
     `mini_batch_tokens` counts. `longest` is the maximum length that the backbone's positions allow; `num_prefix`
     tokens before each text count in the multiple.
     """
-    length = int(tokens.lengths_N.max()) if len(tokens) else 0
-    if _is_half_on_gpu(tokens, plain_backbone(backbone)):
-        rounded = length + -(length + num_prefix) % _MULTIPLE
-        length = rounded if longest is None else max(length, min(rounded, longest))
-    return tokens.padded(pad_token_id=pad_token_id, length=length)
-
-
-def _is_half_on_gpu(tokens: TokenBatch, plain: PreTrainedModel) -> bool:
-    return tokens.device.type == "cuda" and _in_half_precision(plain)
+    if not _in_half_precision(plain_backbone(backbone)):
+        return None
+    length = int(tokens.lengths_N.max())
+    rounded = length + -(length + num_prefix) % _MULTIPLE
+    return rounded if longest is None else max(length, min(rounded, longest))
 
 
 def _in_half_precision(plain: PreTrainedModel) -> bool:

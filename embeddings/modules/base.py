@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,9 +52,10 @@ from embeddings.models.directory import read_model_directory, read_text_settings
 from embeddings.models.language_model import HeadKind
 from embeddings.models.lora import frozen_weights, is_four_bit
 from embeddings.models.model_files import FrozenBase, resolve_model
+from embeddings.models.moe.experts import Experts, shared_casts
 from embeddings.models.stand_in import TINY
 from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
-from embeddings.modules.distillation import VectorTeacher
+from embeddings.modules.distillation import LayerTeacher, VectorTeacher, WidthMaps
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 from embeddings.training.plan import LossSize, Setting, Texts, trace_embedder
@@ -74,9 +76,6 @@ NO_NEGATIVES_HINT = (
 
 class BaseModule(KeepsArguments, L.LightningModule):
     """Base class of all trained modules: optimiser, schedule, seeds of the steps, checks of a run, checkpoints.
-
-    Determinism: the random choices of a step (dropout) depend on (seed, epoch, batch, rank) only, so a resumed run
-    makes the same choices as an uninterrupted one.
 
     `--stand-in` and `plan` read what follows from the class; `arguments` are those of its constructor in a config.
     """
@@ -199,10 +198,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
 
     def check_loss(self, output: LossOutput) -> dict[str, Tensor]:
-        """The `loss` and its terms, as means over the ranks; raise on all ranks if the loss of any is not finite.
-
-        Distributed: one all-reduce.
-        """
+        """The `loss` and its terms, as means over the ranks; raise on all ranks if the loss of any is not finite."""
         means = mean_over_ranks({"loss": output.loss, **output.terms})
         if torch.isfinite(means["loss"]):
             return means
@@ -284,19 +280,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """The module of a checkpoint, with its weights; reading a checkpoint never executes code.
-
-        Args:
-            checkpoint_path: A file that `fit` wrote.
-            map_location: The device; None for the CPU.
-            hparams_file: Must be None: a checkpoint contains its configuration.
-            strict: Whether the checkpoint must contain exactly the module's weights; None for yes.
-            weights_only: Ignored.
-            arguments: All arguments of the module; if there are none, the configuration inside the checkpoint is used.
-
-        Raises:
-            InputError: If the file is not a checkpoint of this class.
-        """
+        """The module of a checkpoint, with its weights; reading a checkpoint never executes code."""
         if hparams_file is not None:
             raise OptionError("hparams_file", hparams_file, "is not supported", "leave it out, or pass the arguments")
         content, path = read_checkpoint(checkpoint_path), os.fspath(checkpoint_path)
@@ -405,8 +389,14 @@ class ContrastiveModule(BaseModule):
         embedder.similarity = loss.similarity
         self.loss = loss
         self.vector_teacher: VectorTeacher | None = None
+        self.layer_teacher: LayerTeacher | None = None
+        # Maps of the states to the layer teacher's width.
+        self.width_maps: WidthMaps | None = None
+        has_experts = any(isinstance(part, Experts) for part in embedder.modules())
+        self.shared_casts = shared_casts if has_experts else nullcontext
         self.grad_cache: GradCache | None = None
         self._first_batches: list[Tensor] | None = []
+        self._num_watched = FIRST_BATCHES
 
     @classmethod
     def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
@@ -492,17 +482,20 @@ class ContrastiveModule(BaseModule):
             self.embedder.text = text
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The vectors of all texts in input order, (N, D) float32, of unit norm if the embedder normalises."""
+        """The vectors of all texts in input order, (N, D) float32; with a layer teacher also its sums of errors."""
+        if self.layer_teacher is not None:
+            return self.layer_teacher.embed(self.embedder, tokens, self.width_maps)
         return Representations(self.embedder(tokens))
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a full batch; a teacher's vectors are added to the batch if the loss needs them."""
+        """The contrastive loss of a full batch, with the terms of teachers."""
         if self.vector_teacher is not None:
             batch = self.vector_teacher.with_vectors(batch)
-        output = self.loss(query.vector_ND, candidate.vector_ND, batch)
-        assert isinstance(output, LossOutput)
+        output: LossOutput = self.loss(query.vector_ND, candidate.vector_ND, batch)
+        if self.layer_teacher is not None:
+            return self.layer_teacher.with_distillation(output, query.statistics, candidate.statistics)
         return output
 
     def forward(
@@ -535,11 +528,10 @@ class ContrastiveModule(BaseModule):
         return output.loss
 
     def _watch_negatives(self, batch: ContrastiveBatch, means: Mapping[str, Tensor]) -> None:
-        """After the first batches, log the share of in-batch negatives that are masked, or stop if nothing is trained.
-
-        Nothing is trained if the loss of all these batches is 0, or no query has a negative and there is no teacher.
-        """
+        """After the first batches, log the share of in-batch negatives that are masked; stop if nothing is trained."""
         assert self._first_batches is not None
+        if not self._first_batches:
+            self._num_watched = min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES)
         if self.vector_teacher is not None and self.loss.false_negative_filter is not None:
             batch = self.vector_teacher.with_vectors(batch)
         removed, total = self.loss.masked_counts(batch).unbind()
@@ -548,7 +540,7 @@ class ContrastiveModule(BaseModule):
         is_useless = (means["no_negative_fraction"] == 1) & (means.get("distillation", zero) == 0)
         is_useless |= means["loss"] == 0
         self._first_batches.append(torch.stack([counts["removed"], counts["total"], is_useless.float()]))
-        if len(self._first_batches) < min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES):
+        if len(self._first_batches) < self._num_watched:
             return
         removed_N, total_N, useless_N = torch.stack(self._first_batches).T.tolist()
         number, self._first_batches = len(useless_N), None

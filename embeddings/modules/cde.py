@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
 from embeddings.common.distributed import is_distributed, mean_over_ranks
 from embeddings.common.process import logger
-from embeddings.common.random import derive_seed, run_seed
+from embeddings.common.random import RandomState, derive_seed, run_seed
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.losses.prediction import WordPrediction
@@ -23,7 +23,7 @@ from embeddings.models.backbone import compile_layers
 from embeddings.models.contextual import check_dropout
 from embeddings.models.lora import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, initial_text
-from embeddings.training.gradcache import RandomState, attach_gradient
+from embeddings.training.gradcache import attach_gradient
 from embeddings.training.optim import Schedule
 from embeddings.training.strategy import training_strategy
 
@@ -151,8 +151,8 @@ class CDEModule(ContrastiveModule):
         OptionError: If the backbones are incompatible, the first has fewer positions than the context's `max_length`,
             or `initial_model` has another architecture.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §5. Differs: queries and documents of a step share one
-        permutation of the context (the release does so with GradCache only, and else draws one per tower); a smaller
-        batch uses all of its documents, with null vectors for the rest.
+        permutation of the context (the release does so with GradCache only); a smaller batch uses all of its documents,
+        with null vectors for the rest.
     """
 
     title = "contextual document embeddings (CDE, Morris and Rush 2024, arXiv:2410.02525)"
@@ -271,8 +271,8 @@ class CDEModule(ContrastiveModule):
                 return output
             return LossOutput(output.loss, {**output.terms, "context_spread": context_spread(self._context_MH)})
         assert self._words is not None
-        fields, towers = ("input_ids_T", "pooling_mask_T", "lengths_N"), (batch.query, batch.candidate)
-        texts = TokenBatch(*(torch.cat([getattr(tower, field) for tower in towers]) for field in fields))
+        fields, groups = ("input_ids_T", "pooling_mask_T", "lengths_N"), (batch.query, batch.candidate)
+        texts = TokenBatch(*(torch.cat([getattr(group, field) for group in groups]) for field in fields))
         loss: Tensor = self._words(torch.cat([query.vector_ND, candidate.vector_ND]), texts)
         return LossOutput(loss, {"word_loss": loss.detach()})
 
@@ -357,7 +357,7 @@ class CDEModule(ContrastiveModule):
     def _sensitivity(self, batch: ContrastiveBatch, context_MH: Tensor, other_MH: Tensor) -> Tensor:
         """One minus the mean cosine between some texts' vectors with one context and with another, ()."""
         tokens = take_texts(batch.query, torch.arange(min(len(batch), MEASURED_TEXTS)))
-        state = RandomState.capture(context_MH.device)
+        state = RandomState(context_MH.device)
         own_ND = self.embed(tokens, context_MH).vector_ND
         with state.replayed():
             other_ND = self.embed(tokens, other_MH).vector_ND

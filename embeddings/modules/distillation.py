@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from embeddings.common import ContrastiveBatch, OptionError, PaddedTokens, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, PaddedTokens, Representations, TokenBatch
 from embeddings.common.distributed import sum_over_ranks
 from embeddings.common.types import moved, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
@@ -89,14 +89,11 @@ class FrozenTeacher:
 
 
 class LayerTeacher(FrozenTeacher):
-    """A frozen teacher of hidden states, loaded from `settings.teacher` unless `teacher` is passed.
-
-    An `OptionError` if teacher and student do not match: different tokenizers, different widths without a map, or a
-    layer that does not exist.
-    """
+    """A frozen teacher of hidden states, loaded from `settings.teacher` unless `teacher` is passed."""
 
     def __init__(self, settings: LayerDistillation, student: Embedder, teacher: Embedder | None = None) -> None:
         super().__init__(Embedder.from_pretrained(settings.teacher) if teacher is None else teacher)
+        self.alpha = settings.alpha
         depth, teacher_depth = (len(list(layers(plain_backbone(model.backbone)))) for model in (student, self.embedder))
         self.pairs = layer_pairs(depth, teacher_depth, settings.layers)
         width, student_width = self.embedder.hidden_size, settings.teacher_width or student.hidden_size
@@ -109,6 +106,21 @@ class LayerTeacher(FrozenTeacher):
             hint = "use embeddings.losses.SimilarityDistillation instead"
             raise OptionError("distillation.teacher", settings.teacher, rule, hint)
 
+    def embed(self, student: Embedder, tokens: TokenBatch, maps: "WidthMaps | None") -> Representations:
+        """The student's vectors, with the sums of its states' errors over the tokens."""
+        padded = tokens.padded(pad_token_id=student.pad_token_id)
+        with captured_states(student) as states:
+            vector_ND = student(padded)
+        return Representations(vector_ND, self.errors(states, student.pooling, padded, maps or list))
+
+    def with_distillation(
+        self, output: LossOutput, query: dict[str, Tensor], candidate: dict[str, Tensor]
+    ) -> LossOutput:
+        """The loss of a full batch plus alpha · KD, from the sums of queries and candidates."""
+        distillation = distillation_loss(query, candidate)
+        terms = {**output.terms, "contrastive": output.loss.detach(), "distillation": distillation.detach()}
+        return LossOutput(output.loss + self.alpha * distillation, terms)
+
     def errors(
         self,
         student: dict[int, Tensor],
@@ -116,13 +128,10 @@ class LayerTeacher(FrozenTeacher):
         tokens: PaddedTokens,
         maps: Callable[[list[Tensor]], list[Tensor]],
     ) -> dict[str, Tensor]:
-        """The squared errors of a student's states, as sums over tokens, and the numbers of tokens.
+        """The squared errors of a student's states, as sums over tokens in float32, and the numbers of tokens.
 
         `student` are the states of the same tokens from `captured_states`; `maps` projects states (T, H) to the
         teacher's width. If the student's pooling has a block, its last states are those after that block.
-
-        Precision: the teacher runs as the student does, with or without autocast; differences and sums are in float32
-            or float64.
         """
         attended_NL, pooled_NL = tokens.attention_mask_NL, tokens.pooling_mask_NL
         self.embedder.to(attended_NL.device)
@@ -182,10 +191,7 @@ def squared_error(state_TH: Tensor, target_TH: Tensor) -> Tensor:
 
 
 def distillation_loss(query: dict[str, Tensor], candidate: dict[str, Tensor]) -> Tensor:
-    """KD of a full batch from the sums of both towers, () float32.
-
-    Distributed: one all-reduce of each of the four sums, and of two in the backward pass.
-    """
+    """KD of a full batch from the sums of queries and candidates, () float32."""
     total = {name: sum_over_ranks(value + candidate[name]) for name, value in query.items()}
     inner = total[_ERRORS] / total[_TOKENS].clamp(min=1)
     return inner + total[_OUTPUT_ERRORS] / total[_OUTPUT_TOKENS].clamp(min=1)

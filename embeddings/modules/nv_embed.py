@@ -2,24 +2,16 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
+from embeddings.common import OptionError
 from embeddings.common.random import run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
-from embeddings.modules.distillation import (
-    LayerDistillation,
-    LayerTeacher,
-    WidthMaps,
-    captured_states,
-    distillation_loss,
-    num_distilled_states,
-)
+from embeddings.modules.distillation import LayerDistillation, LayerTeacher, WidthMaps, num_distilled_states
 from embeddings.training.optim import Schedule
 
 
@@ -79,8 +71,6 @@ class NVEmbedModule(ContrastiveModule):
         if not isinstance(embedder.pooling, LatentAttentionPooling):
             self.title = f"contrastive training with {type(embedder.pooling).__name__}"
         self.distillation = distillation
-        self.teacher: LayerTeacher | None = None
-        self.width_maps: WidthMaps | None = None
         if distillation is not None and distillation.teacher_width is not None:
             number = num_distilled_states(embedder, distillation)
             with torch.random.fork_rng(devices=[]):
@@ -90,31 +80,9 @@ class NVEmbedModule(ContrastiveModule):
     def load_teachers(self) -> None:
         """Load the teachers of vectors and of hidden states, once."""
         super().load_teachers()
-        if self.distillation is not None and self.teacher is None:
-            self.teacher = LayerTeacher(self.distillation, self.embedder)
+        if self.distillation is not None and self.layer_teacher is None:
+            self.layer_teacher = LayerTeacher(self.distillation, self.embedder)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
         """The embedder, and the maps to the teacher's width if there are any."""
         return [*super().sharded_parts(), *([(self.width_maps, ())] if self.width_maps is not None else [])]
-
-    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The vectors of all texts in input order, (N, D) float32; with a teacher also sums of the states' errors."""
-        if self.teacher is None:
-            return super().embed(tokens, context)
-        padded = tokens.padded(pad_token_id=self.embedder.pad_token_id)
-        with captured_states(self.embedder) as states:
-            vector_ND = self.embedder(padded)
-        return Representations(
-            vector_ND, self.teacher.errors(states, self.embedder.pooling, padded, self.width_maps or list)
-        )
-
-    def loss_from_representations(
-        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
-    ) -> LossOutput:
-        """InfoNCE, plus alpha · KD of a full batch if there is a teacher (see `LayerDistillation`)."""
-        output = super().loss_from_representations(query, candidate, batch)
-        if self.distillation is None or self.teacher is None:
-            return output
-        distillation = distillation_loss(query.statistics, candidate.statistics)
-        terms = {**output.terms, "contrastive": output.loss.detach(), "distillation": distillation.detach()}
-        return LossOutput(output.loss + self.distillation.alpha * distillation, terms)

@@ -232,6 +232,7 @@ class _ThroughEngine(nn.Module):
         super().__init__()
         self.engine, self.module = engine, module
         self.trains_context = isinstance(module, ContextualStep) and module.trains_context
+        self.shared_casts = module.shared_casts
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         vector_MH: Tensor = self.engine(tokens, is_context=True)[0]

@@ -1,15 +1,15 @@
 """GradCache: the exact gradient of a batch that does not fit in memory, computed in mini-batches.
 
-`GradCache` is the engine. Its step (`_TwoPasses`) runs over the mini-batches of `plan_stages` twice:
-
 1. Embed every mini-batch, most of them without a graph, and save the random state before each.
 2. Compute the loss of all representations together, and its gradient with respect to each of them.
 3. Embed each mini-batch again, from its random state and with a graph, and backpropagate its part of that gradient.
 
-The result equals `plain_step`. `GraphBudget` decides which graphs of the first pass are kept, which saves step 3.
+The result equals `plain_step`. Graphs of the first pass that are kept (`GraphBudget`) save step 3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from embeddings.common import (
     ContextualStep,
@@ -29,34 +30,26 @@ from embeddings.common import (
     TokenBatch,
 )
 from embeddings.common.distributed import is_distributed, reduce_int
+from embeddings.common.protocols import SharesCasts
+from embeddings.common.random import RandomState
 from embeddings.common.types import moved, plan_mini_batches, take_texts
-from embeddings.models.moe.experts import shared_casts
-from embeddings.training.graphs import GraphBudget, GraphMemory, graph_leaves
 
 Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager[object]]
 
-# The towers: the groups of texts that are embedded. The context's documents have a separate encoder.
+# The groups of texts that are embedded. The context's documents have a separate encoder.
 QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """Texts that are encoded together.
+    """Texts that are encoded together."""
 
-    Attributes:
-        tower: `QUERY`, `CANDIDATE` or `CONTEXT`.
-        rows_n: Rows of the texts in the tower, (n,) int64 on the CPU.
-        first: Position of the first text among the tower's texts in the order of the plan, longest first.
-        longest: Tokens of the longest text; for a query or candidate, each context document adds one token.
-        is_filler: Whether it only equalises the number of forwards of the ranks: it is embedded, its gradient is zero.
-    """
-
-    tower: int
-    rows_n: Tensor
-    first: int
-    longest: int
-    is_filler: bool = False
+    group: int  # `QUERY`, `CANDIDATE` or `CONTEXT`
+    rows_n: Tensor  # rows of the texts in the group, (n,) int64 on the CPU
+    first: int  # position of the first text among the group's texts in the order of the plan, longest first
+    longest: int  # tokens of the longest text; for a query or candidate, each context document adds one token
+    is_extra: bool = False  # only equalises the number of forwards of the ranks: it is embedded, its gradient is zero
 
     @property
     def num_tokens(self) -> int:
@@ -65,105 +58,73 @@ class MiniBatch:
 
 
 def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_texts: int | None) -> list[list[MiniBatch]]:
-    """The mini-batches of each stage of a step, from the longest texts to the shortest; limits as in `GradCache`.
+    """The mini-batches of each stage of a step, from the longest texts to the shortest; limits as in `GradCache`."""
 
-    If the batch has a context, the first stage embeds it. The last stage embeds queries and candidates.
-    """
-
-    def of_tower(tower: int) -> list[MiniBatch]:
-        rows = plan_mini_batches(lengths_read(batch, tower), mini_batch_tokens, mini_batch_texts)
+    def of_group(group: int) -> list[MiniBatch]:
+        rows = plan_mini_batches(lengths_read(batch, group), mini_batch_tokens, mini_batch_texts)
         firsts = accumulate(map(len, rows), initial=0)
-        return [_mini_batch(batch, tower, rows_n, first) for rows_n, first in zip(rows, firsts, strict=False)]
+        return [_mini_batch(batch, group, rows_n, first) for rows_n, first in zip(rows, firsts, strict=False)]
 
-    texts = _longest_first(of_tower(QUERY) + of_tower(CANDIDATE))
-    return [_longest_first(of_tower(CONTEXT)), texts] if has_context(batch) else [texts]
+    texts = _longest_first(of_group(QUERY) + of_group(CANDIDATE))
+    return [_longest_first(of_group(CONTEXT)), texts] if has_context(batch) else [texts]
 
 
 def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> list[MiniBatch]:
     """Split a plan into exactly `count` mini-batches, which must not be fewer than it has.
 
-    The largest are halved until there are enough. When each has one text, fillers embed a short text again.
+    The largest are halved until there are enough. When each has one text, extra ones embed a short text again.
     """
     plan = list(plan)
     while len(plan) < count:
-        largest = max(range(len(plan)), key=lambda index: (len(plan[index].rows_n) > 1) * plan[index].num_tokens)
-        rows_n, tower, first = plan[largest].rows_n, plan[largest].tower, plan[largest].first
-        if len(rows_n) == 1:
-            plan += [replace(plan[-1], is_filler=True)] * (count - len(plan))
+        splittable = [mini_batch for mini_batch in plan if len(mini_batch.rows_n) > 1]
+        if not splittable:
+            plan += [replace(plan[-1], is_extra=True)] * (count - len(plan))
             break
-        half = (len(rows_n) + 1) // 2
-        parts = (rows_n[:half], first), (rows_n[half:], first + half)
-        plan[largest : largest + 1] = [_mini_batch(batch, tower, part_n, start) for part_n, start in parts]
+        largest = max(splittable, key=lambda mini_batch: mini_batch.num_tokens)
+        rows_n, half = largest.rows_n, (len(largest.rows_n) + 1) // 2
+        parts = (rows_n[:half], largest.first), (rows_n[half:], largest.first + half)
+        index = plan.index(largest)
+        plan[index : index + 1] = [_mini_batch(batch, largest.group, part_n, first) for part_n, first in parts]
     return _longest_first(plan)
 
 
-def tower_tokens(batch: ContrastiveBatch, tower: int) -> TokenBatch:
-    tokens = (batch.query, batch.candidate, batch.context)[tower]
+def tokens_of(batch: ContrastiveBatch, group: int) -> TokenBatch:
+    tokens = (batch.query, batch.candidate, batch.context)[group]
     assert tokens is not None
     return tokens
 
 
-def lengths_read(batch: ContrastiveBatch, tower: int) -> Tensor:
-    """Tokens of each text of a tower, (N,) int64, including the context and soft prompts that the encoder adds."""
-    lengths_N = tower_tokens(batch, tower).lengths_N
+def lengths_read(batch: ContrastiveBatch, group: int) -> Tensor:
+    """Tokens of each text of a group, (N,) int64, including the context and soft prompts that the encoder adds."""
+    lengths_N = tokens_of(batch, group).lengths_N
     num_context = 0 if batch.context is None else len(batch.context)
-    return lengths_N if tower == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)
+    return lengths_N if group == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)
 
 
 def has_context(batch: ContrastiveBatch) -> bool:
     return batch.context is not None and len(batch.context) > 0
 
 
-def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor, first: int) -> MiniBatch:
-    return MiniBatch(tower, rows_n, first, int(lengths_read(batch, tower)[rows_n].max()))
+def _mini_batch(batch: ContrastiveBatch, group: int, rows_n: Tensor, first: int) -> MiniBatch:
+    return MiniBatch(group, rows_n, first, int(lengths_read(batch, group)[rows_n].max()))
 
 
 def _longest_first(plan: list[MiniBatch]) -> list[MiniBatch]:
     return sorted(plan, key=lambda mini_batch: -mini_batch.longest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RandomState:
-    """The random states of the CPU and of one device, saved to replay dropout."""
-
-    device: torch.device
-    cpu_state: Tensor
-    device_state: Tensor | None
-
-    @classmethod
-    def capture(cls, device: torch.device) -> "RandomState":
-        device_state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return cls(device, torch.get_rng_state(), device_state)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """A context in which these states are set; the current ones are restored afterwards."""
-        before = RandomState.capture(self.device)
-        self._restore()
-        try:
-            yield
-        finally:
-            before._restore()
-
-    def _restore(self) -> None:
-        torch.set_rng_state(self.cpu_state)
-        if self.device_state is not None:
-            torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)
-
-
 def plain_step(step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
-    """The loss of a batch, with the graphs of all encoders; all texts are embedded at once.
-
-    A batch with a context needs a `ContextualStep`; both towers use the same vectors of the context documents.
-
-    Related: `GradCache`, the same loss and gradient with the memory of one mini-batch.
-    """
+    """The loss of a batch, with the graphs of all encoders; all texts are embedded at once."""
     context = None
-    with shared_casts():
+    with _shared_casts(step):
         if has_context(batch):
-            context = _contextual(step).embed_context(tower_tokens(batch, CONTEXT))
+            context = _contextual(step).embed_context(tokens_of(batch, CONTEXT))
         query, candidate = step.embed(batch.query, context), step.embed(batch.candidate, context)
     return step.loss_from_representations(query, candidate, batch)
+
+
+def _shared_casts(step: ContrastiveStep) -> AbstractContextManager[object]:
+    return step.shared_casts() if isinstance(step, SharesCasts) else nullcontext()
 
 
 def _contextual(step: ContrastiveStep) -> ContextualStep:
@@ -176,8 +137,8 @@ def attach_gradient(
 ) -> Tensor:
     """GradCache's surrogate loss: a scalar equal to `value` whose backward passes each of `outputs` its gradient.
 
-    No sum of products is computed, so nothing can overflow in half precision. A loss scale multiplies the gradients in
-    float32 before they are cast to the outputs' dtype. Leaves in `untouched` get a zero gradient that uses no memory.
+    A loss scale multiplies the gradients in float32, so nothing overflows in half precision. Leaves in `untouched` get
+    a zero gradient that uses no memory.
     """
     attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
         value.detach(), len(outputs), *gradients, *outputs, *untouched
@@ -204,15 +165,13 @@ class _AttachGradient(torch.autograd.Function):
 class GradCache:
     """Computes the loss and the gradient of the full batch in two passes over mini-batches.
 
-    Graphs need the memory of one mini-batch, or of as many as may be kept. If no other graph uses this memory, the last
-    mini-batch of the first pass keeps its graph, because recomputing it would need as much memory. So a batch with one
-    mini-batch per tower costs little more than a plain step. The longest mini-batch runs first, so that a run that does
-    not fit into memory fails at once.
+    Graphs need the memory of one mini-batch, or of as many as may be kept. If no graph is kept, the last mini-batch of
+    the first pass keeps its own, because recomputing it would need as much memory. The longest mini-batch runs first,
+    so that a run that does not fit into memory fails at once.
 
-    A `ContextualStep` over a batch with a context has two stages. The first pass runs them in order; the vectors of the
-    first stage are a leaf that every mini-batch of the second stage uses. The second pass runs them in reverse, so that
-    this leaf has the gradient of both towers when the first stage needs it. A second stage that is not trained costs
-    only its recomputation; a first stage that is not trained (`trains_context` is false) runs once.
+    A `ContextualStep` over a batch with a context has two stages. The second pass runs them in reverse, so that the
+    vectors of the first stage have their whole gradient when it is needed. A first stage that is not trained
+    (`trains_context` is false) runs once.
 
     Args:
         mini_batch_tokens: Maximum number of padded tokens of a mini-batch, including each text's context. A longer text
@@ -227,11 +186,9 @@ class GradCache:
 
     Precision: representations and their gradients keep their dtype; the context's gradient is summed over mini-batches
         in float32 or better. The backward runs outside autocast.
-    Distributed: one gradient synchronisation per step, in the last backward, which is the first stage's. It includes
-        parameters that only earlier mini-batches, a later stage or the loss used. Each rank has a separate context;
-        only candidates are exchanged between ranks, in the loss.
+    Distributed: one gradient synchronisation per step, in the last backward, which is the first stage's.
     Raises:
-        OptionError: If an option is invalid; the message names it and shows the value.
+        OptionError: If an option is invalid.
     Source: Gao 2021, arXiv:2101.06983, section 3. Differs: token budget, kept graphs, summed statistics.
     """
 
@@ -252,10 +209,7 @@ class GradCache:
         self.equal_mini_batches = equal_mini_batches
 
     def plan(self, batch: ContrastiveBatch) -> list[list[MiniBatch]]:
-        """The mini-batches of each stage of a batch, in the order of the first pass.
-
-        Distributed: with `equal_mini_batches`, one all-reduce per stage.
-        """
+        """The mini-batches of each stage of a batch, in the order of the first pass."""
         stages = plan_stages(batch, self.mini_batch_tokens, self.mini_batch_texts)
         if self.equal_mini_batches:
             counts = [reduce_int(len(stage), "max", batch.query.device) for stage in stages]
@@ -270,10 +224,7 @@ class GradCache:
         no_sync: NoSync | None = None,
         scale: float = 1.0,
     ) -> LossOutput:
-        """Run a full step: the gradient of `scale` times the loss is added to the parameters' `.grad`.
-
-        Arguments as in `forward_backward`. Returns the detached, unscaled loss and its terms.
-        """
+        """Run a full step: the gradient of `scale` times the loss is added to the parameters' `.grad`."""
         output = self.forward_backward(step, batch, backward, no_sync, scale)
         backward(output.loss * scale)
         return LossOutput(output.loss.detach(), output.terms)
@@ -289,18 +240,15 @@ class GradCache:
     ) -> LossOutput:
         """Run everything except the last backward, which the caller runs.
 
-        The returned loss has the value of the full batch and the graph of the last mini-batch. A caller whose framework
-        runs one backward per step (Lightning) returns it like a plain loss. If gradients are disabled, it has no graph.
+        The returned loss has the value of the full batch and the graph of the last mini-batch.
 
         Args:
             step: The method.
             batch: The batch.
-            backward: Runs a backward from a scalar, without another factor; it is called outside autocast for each
-                mini-batch except the last.
+            backward: Runs a backward from a scalar, outside autocast, for each mini-batch except the last.
             no_sync: Creates a context in which backwards do not synchronise gradients, for a step whose forward calls
-                the wrapper that synchronises (DDP, FSDP). Forwards and early backwards run inside it, and the last
-                mini-batch is recomputed outside. Encoders of two stages must share one wrapper. None if the wrapper
-                is around the caller.
+                the wrapper that synchronises (DDP, FSDP). The last mini-batch is recomputed outside. None if the
+                wrapper is around the caller.
             scale: Factor of the early backwards' gradients. The caller's backward of the returned loss must apply the
                 same factor (Lightning divides by the number of accumulated batches; an fp16 scaler multiplies).
             syncs_each: Whether every backward averages the gradients of its leaves over the ranks (FSDP2, ZeRO).
@@ -308,7 +256,7 @@ class GradCache:
         """
         passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
         # Sharded weights are gathered for one layer at a time, so their casts cannot be shared.
-        with nullcontext() if syncs_each else shared_casts():
+        with nullcontext() if syncs_each else _shared_casts(step):
             if not torch.is_grad_enabled():
                 passes.embed_all()
                 return passes.loss()
@@ -317,8 +265,8 @@ class GradCache:
                 output = passes.loss()
                 passes.find_gradients(output.loss)
                 *early, last = passes.second_order()
-                for visit in early:
-                    passes.run_early(visit, output.loss, backward, scale)
+                for embedded in early:
+                    passes.run_early(embedded, output.loss, backward, scale)
             return LossOutput(passes.last_surrogate(last, output.loss), output.terms)
 
 
@@ -330,7 +278,7 @@ class GradCacheModule(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Visit:
+class _Embedded:
     """A mini-batch between the two passes; `graph` contains its representations if their graph is kept."""
 
     mini_batch: MiniBatch
@@ -339,7 +287,7 @@ class _Visit:
 
 
 class _PlannedTexts(NamedTuple):
-    """A tower's texts, longest first, and the row of each, moved once per step; a mini-batch is a slice of them."""
+    """A group's texts, longest first, and the row of each; a mini-batch is a slice of them."""
 
     tokens: TokenBatch
     row_N: Tensor
@@ -363,15 +311,15 @@ class _TwoPasses:
         self.stages = engine.plan(batch)
         plan = [mini_batch for stage in self.stages for mini_batch in stage]
         self.planned = {
-            tower: _PlannedTexts.of(tower_tokens(batch, tower), [mini for mini in plan if mini.tower == tower])
-            for tower in sorted({mini_batch.tower for mini_batch in plan})
+            group: _PlannedTexts.of(tokens_of(batch, group), [mini for mini in plan if mini.group == group])
+            for group in sorted({mini_batch.group for mini_batch in plan})
         }
         self.stage_tokens = [[mini_batch.num_tokens for mini_batch in stage] for stage in self.stages]
         # The first stage whose mini-batches have a second pass.
         self.first_trained = int(len(self.stages) > 1 and not _contextual(step).trains_context)
         self.num_kept: list[int] = []  # number of graphs that each stage keeps, from its first mini-batch on
-        self.visits: list[list[_Visit]] = []
-        self.towers: dict[int, Representations] = {}  # leaves: all vectors and summed statistics of each tower
+        self.embedded: list[list[_Embedded]] = []
+        self.representations: dict[int, Representations] = {}  # leaves: vectors and summed statistics of each group
         self.gradient_of: dict[Tensor, Tensor] = {}
         self.early_leaves: set[Tensor] = set()
         self.casts_have_graph = False
@@ -379,10 +327,10 @@ class _TwoPasses:
     @property
     def context(self) -> Tensor | None:
         """The input of the second stage, (M, H), a leaf; None before the first stage has run."""
-        return self.towers[CONTEXT].vector_ND if CONTEXT in self.towers else None
+        return self.representations[CONTEXT].vector_ND if CONTEXT in self.representations else None
 
     def _leaves(self) -> list[Tensor]:
-        return [leaf for tower in self.towers.values() for leaf in _tensors(tower).values()]
+        return [leaf for group in self.representations.values() for leaf in _tensors(group).values()]
 
     def embed_all(self) -> None:
         """The first pass: the representations of every mini-batch, and the graphs that are kept."""
@@ -393,7 +341,9 @@ class _TwoPasses:
                 leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point() and is_trained)
 
     def loss(self) -> LossOutput:
-        return self.step.loss_from_representations(self.towers[QUERY], self.towers[CANDIDATE], self.batch)
+        return self.step.loss_from_representations(
+            self.representations[QUERY], self.representations[CANDIDATE], self.batch
+        )
 
     def find_gradients(self, loss: Tensor) -> None:
         """The loss's gradient with respect to each representation and to the loss's parameters."""
@@ -406,14 +356,14 @@ class _TwoPasses:
             gradient = self.gradient_of[self.context]
             self.gradient_of[self.context] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
-    def second_order(self) -> list[_Visit]:
+    def second_order(self) -> list[_Embedded]:
         """From the last stage to the first; within a stage kept graphs come first, to free their memory."""
-        trained = self.visits[self.first_trained :]
-        return [visit for visits in reversed(trained) for visit in sorted(visits, key=lambda v: v.graph is None)]
+        trained = self.embedded[self.first_trained :]
+        return [each for stage in reversed(trained) for each in sorted(stage, key=lambda each: each.graph is None)]
 
-    def run_early(self, visit: _Visit, loss: Tensor, backward: Backward, scale: float) -> None:
+    def run_early(self, embedded: _Embedded, loss: Tensor, backward: Backward, scale: float) -> None:
         """The second pass of a mini-batch that is not the last."""
-        surrogate = attach_gradient(loss, *self._outputs_and_gradients(visit))
+        surrogate = attach_gradient(loss, *self._outputs_and_gradients(embedded))
         if not surrogate.requires_grad:
             return
         if not self.syncs_each and (is_distributed() or self.context is not None):
@@ -422,11 +372,11 @@ class _TwoPasses:
             backward(surrogate * scale)
         self._take_context_gradient(scale)
 
-    def last_surrogate(self, visit: _Visit, loss: Tensor) -> Tensor:
+    def last_surrogate(self, embedded: _Embedded, loss: Tensor) -> Tensor:
         """The loss's value with a graph to the last mini-batch and to every other parameter used in the step."""
-        outputs, gradients = self._outputs_and_gradients(visit)
-        representations = set(self._leaves())
-        of_loss = {leaf: gradient for leaf, gradient in self.gradient_of.items() if leaf not in representations}
+        outputs, gradients = self._outputs_and_gradients(embedded)
+        of_texts = set(self._leaves())
+        of_loss = {leaf: gradient for leaf, gradient in self.gradient_of.items() if leaf not in of_texts}
         reached = {leaf for output in outputs for leaf in graph_leaves(output)} | set(of_loss)
         # A wrapper that averages gradients waits for every parameter in its only synchronised backward.
         missing = [leaf for leaf in self.early_leaves if leaf not in reached]
@@ -436,13 +386,13 @@ class _TwoPasses:
         """The first pass over one stage; its first, longest mini-batch measures the memory of graphs."""
         builds_graphs = torch.is_grad_enabled() and stage >= self.first_trained
         self.num_kept.append(self.budget.num_kept(self.stage_tokens, self.num_kept) if builds_graphs else 0)
-        self.visits.append([])
+        self.embedded.append([])
         for index, mini_batch in enumerate(self.stages[stage]):
             keeps = builds_graphs and self._keeps(stage, index)
-            visit = _Visit(mini_batch, RandomState.capture(self.device), None)
+            embedded = _Embedded(mini_batch, RandomState(self.device), None)
             measures = keeps and index == 0 and self.budget.measures
-            visit.graph = self._embed_and_measure(stage, mini_batch, measures, keeps)
-            self._store(mini_batch, visit.graph)
+            embedded.graph = self._embed_and_measure(stage, mini_batch, measures, keeps)
+            self._store(mini_batch, embedded.graph)
             if index == 0 and builds_graphs:
                 # The memory of the stage's first graph may be known only now.
                 num_kept = self.budget.num_kept(self.stage_tokens, self.num_kept[:stage])
@@ -450,8 +400,8 @@ class _TwoPasses:
                 self.num_kept[stage] = reduce_int(num_kept, "min", self.device) if equal else num_kept
                 keeps = keeps and self._keeps(stage, 0)
             if not keeps:
-                visit.graph = None
-            self.visits[stage].append(visit)
+                embedded.graph = None
+            self.embedded[stage].append(embedded)
 
     def _embed_and_measure(self, stage: int, mini_batch: MiniBatch, measures: bool, keeps: bool) -> Representations:
         memory, step = GraphMemory(), self.step
@@ -469,32 +419,32 @@ class _TwoPasses:
             # Autocast would reuse weights that it cast without a graph, and they would get no gradient.
             torch.clear_autocast_cache()
         self.casts_have_graph = with_graph
-        tokens = self.planned[mini_batch.tower].tokens.run_of_texts(mini_batch.first, len(mini_batch.rows_n))
+        tokens = self.planned[mini_batch.group].tokens.run_of_texts(mini_batch.first, len(mini_batch.rows_n))
         with torch.set_grad_enabled(with_graph):
-            if mini_batch.tower == CONTEXT:
+            if mini_batch.group == CONTEXT:
                 return Representations(_contextual(self.step).embed_context(tokens))
             return self.step.embed(tokens, self.context)
 
     def _rows(self, mini_batch: MiniBatch) -> Tensor:
-        """A mini-batch's rows in its tower, (n,) int64 on the device."""
-        return self.planned[mini_batch.tower].row_N[mini_batch.first : mini_batch.first + len(mini_batch.rows_n)]
+        """A mini-batch's rows in its group, (n,) int64 on the device."""
+        return self.planned[mini_batch.group].row_N[mini_batch.first : mini_batch.first + len(mini_batch.rows_n)]
 
-    def _outputs_and_gradients(self, visit: _Visit) -> tuple[list[Tensor], list[Tensor]]:
+    def _outputs_and_gradients(self, embedded: _Embedded) -> tuple[list[Tensor], list[Tensor]]:
         """A mini-batch's representations with their graph (kept or recomputed), and the gradient of each."""
-        graph, visit.graph = visit.graph, None
+        graph, embedded.graph = embedded.graph, None
         if graph is None:
-            with visit.random_state.replayed():
-                graph = self._embed(visit.mini_batch, with_graph=True)
+            with embedded.random_state.replayed():
+                graph = self._embed(embedded.mini_batch, with_graph=True)
         outputs, gradients = [], []
-        leaves = _tensors(self.towers[visit.mini_batch.tower])
+        leaves = _tensors(self.representations[embedded.mini_batch.group])
         for name, output in _tensors(graph).items():
             if not output.requires_grad:
                 continue
             gradient = self.gradient_of[leaves[name]]
             if name == _VECTOR:
-                gradient = gradient[self._rows(visit.mini_batch)].to(output.dtype)
+                gradient = gradient[self._rows(embedded.mini_batch)].to(output.dtype)
             outputs.append(output)
-            gradients.append(torch.zeros_like(output) if visit.mini_batch.is_filler else gradient)
+            gradients.append(torch.zeros_like(output) if embedded.mini_batch.is_extra else gradient)
         return outputs, gradients
 
     def _take_context_gradient(self, scale: float) -> None:
@@ -505,18 +455,18 @@ class _TwoPasses:
             context.grad = None
 
     def _store(self, mini_batch: MiniBatch, part: Representations) -> None:
-        """Copy a mini-batch's vectors into the tower's rows, and add its statistics to the tower's."""
-        if mini_batch.is_filler:
+        """Copy a mini-batch's vectors into the group's rows, and add its statistics to the group's."""
+        if mini_batch.is_extra:
             return
-        num_texts = len(tower_tokens(self.batch, mini_batch.tower))
-        tower = self.towers.get(mini_batch.tower)
-        if tower is None:
+        num_texts = len(tokens_of(self.batch, mini_batch.group))
+        whole = self.representations.get(mini_batch.group)
+        if whole is None:
             zeros = {name: torch.zeros_like(value) for name, value in part.statistics.items()}
-            tower = Representations(part.vector_ND.new_empty(num_texts, part.vector_ND.shape[1]), zeros)
-            self.towers[mini_batch.tower] = tower
-        tower.vector_ND[self._rows(mini_batch)] = part.vector_ND.detach()
+            whole = Representations(part.vector_ND.new_empty(num_texts, part.vector_ND.shape[1]), zeros)
+            self.representations[mini_batch.group] = whole
+        whole.vector_ND[self._rows(mini_batch)] = part.vector_ND.detach()
         for name, value in part.statistics.items():
-            tower.statistics[name].add_(value.detach())
+            whole.statistics[name].add_(value.detach())
 
     def _keeps(self, stage: int, index: int) -> bool:
         """Whether a mini-batch keeps its graph; its stage keeps the first `self.num_kept[stage]`."""
@@ -537,3 +487,111 @@ _VECTOR = "the vectors"
 def _tensors(representations: Representations) -> dict[str, Tensor]:
     """Vectors and statistics by name."""
     return {**representations.statistics, _VECTOR: representations.vector_ND}
+
+
+# Autograd graphs: their leaves, their memory, and how many fit into a budget.
+
+
+def graph_leaves(root: Tensor) -> list[Tensor]:
+    """The leaves of the graph of `root` that require a gradient, without duplicates."""
+    if root.grad_fn is None:
+        return [root] if root.requires_grad else []
+    return [node.variable for node in _nodes([root]) if hasattr(node, "variable")]
+
+
+def _nodes(roots: Iterable[Tensor]) -> list[Any]:
+    """The nodes of the graphs of some tensors, breadth first, without duplicates."""
+    nodes: list[Any] = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn is not None))
+    seen = set(nodes)
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return nodes
+
+
+class GraphMemory:
+    """The memory of graphs that were built inside `measured`; `num_bytes` is set when that context ends."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._storages: Counter[int] | None = None
+
+    @contextmanager
+    def measured(self, device: torch.device, parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Measure the graphs built inside; `parameters` returns tensors to exclude, because they exist anyway.
+
+        On a CUDA device this is the increase of the allocator's memory, elsewhere the size of the distinct storages
+        that autograd saves. Gathered weights of a sharded layer are freed by the end and not counted.
+        """
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            yield
+            self.num_bytes += torch.cuda.memory_allocated(device) - before
+            return
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def remember(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+            yield
+        for parameter in parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            saved.pop(local.untyped_storage()._cdata, None)
+        self._storages = Counter(storage.nbytes() for storage in saved.values())
+        self.num_bytes += sum(storage.nbytes() for storage in saved.values())
+
+    def leave_out_casts(self, roots: Iterable[Tensor]) -> None:
+        """Subtract the cast weights in the graphs of these tensors: under autocast all graphs share them."""
+        for node in _nodes(roots):
+            if node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable"):
+                (cast,) = node._input_metadata
+                size = math.prod(cast.shape) * cast.dtype.itemsize
+                if self._storages is not None:
+                    # Not every cast is saved; a saved one is recognised by its size.
+                    if self._storages[size] == 0:
+                        continue
+                    self._storages[size] -= 1
+                self.num_bytes -= size
+
+
+class GraphBudget:
+    """How many mini-batches of each stage keep their graphs, by memory per token; limits as in `GradCache`."""
+
+    def __init__(self, kept_fraction: float | None = None, kept_gib: float | None = None) -> None:
+        if kept_fraction is not None and not 0 <= kept_fraction <= 1:
+            raise OptionError("kept_fraction", kept_fraction, "must be from 0 to 1", "0.5 keeps half the graphs")
+        if kept_gib is not None and not kept_gib >= 0:
+            raise OptionError("kept_gib", kept_gib, "must be >= 0", "0 keeps one graph at most")
+        self.kept_fraction, self.kept_gib = kept_fraction, kept_gib
+        self._bytes_per_token: dict[int, float] = {}
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first graph of each stage must be measured."""
+        return self.kept_gib is not None
+
+    def learn(self, stage: int, num_bytes: int, num_tokens: int) -> None:
+        """Store the memory per token of one mini-batch's graph."""
+        self._bytes_per_token[stage] = max(1.0, num_bytes / num_tokens)
+
+    def num_kept(self, stage_tokens: Sequence[Sequence[int]], kept: Sequence[int] = ()) -> int:
+        """The number of mini-batches, from the start of the next stage, that keep their graphs.
+
+        `stage_tokens` are the padded tokens of each mini-batch of all stages, `kept` the results for earlier stages.
+        """
+        fraction = self.kept_fraction
+        if fraction is None:
+            fraction = 0.0 if self.kept_gib is None else 1.0
+        tokens_left = fraction * sum(tokens for stage in stage_tokens for tokens in stage)
+        bytes_left = math.inf if self.kept_gib is None else self.kept_gib * 2**30
+        for stage, count in enumerate(kept):
+            num_tokens = sum(stage_tokens[stage][:count])
+            tokens_left -= num_tokens
+            bytes_left -= num_tokens * self._bytes_per_token.get(stage, 1.0)
+        limit = min(tokens_left, bytes_left / self._bytes_per_token.get(len(kept), 1.0))
+        return sum(tokens <= limit for tokens in accumulate(stage_tokens[len(kept)]))

@@ -24,7 +24,7 @@ from embeddings.models.moe.experts import (
 )
 from embeddings.models.moe.rotary_moe import MoeMlp
 from embeddings.models.moe.upcycling import set_expert_backend
-from embeddings.training.graphs import GraphMemory
+from embeddings.training.gradcache import GraphMemory
 from tests.models.moe import EXPERTS, HIDDEN, make_experts, make_router, random_tokens, routing_of, written_out
 
 BACKENDS = {"grouped_mm": grouped_experts, "loop": loop_experts}

@@ -243,49 +243,24 @@ def test_compiled_layers_support_unpadded_texts(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "longest", "num_prefix", "expected"),
-    [(True, None, 0, 16), (True, None, 5, 19), (True, 14, 0, 14), (True, 10, 0, 12), (False, None, 0, 12)],
+    ("dtype", "longest", "num_prefix", "expected"),
+    [
+        (torch.bfloat16, None, 0, 16),
+        (torch.bfloat16, None, 5, 19),
+        (torch.bfloat16, 14, 0, 14),
+        (torch.bfloat16, 10, 0, 12),
+        (torch.float32, None, 0, None),
+    ],
 )
-def test_a_gpu_in_half_precision_pads_to_a_multiple_of_8_within_the_positions(
-    on_gpu, longest, num_prefix, expected, monkeypatch
-):
-    monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: on_gpu)
-    tokens = texts()
-    found, usual = unpadded.padded(tokens, tiny_bert(), 7, longest, num_prefix), tokens.padded(pad_token_id=7)
-    assert found.input_ids_NL.shape == (5, expected)
-    for wide, narrow, fill in zip(found, usual, (7, False, False), strict=True):
-        assert torch.equal(wide[:, :12], narrow)
-        assert (wide[:, 12:] == fill).all()
+def test_half_precision_pads_to_a_multiple_of_8_within_the_positions(dtype, longest, num_prefix, expected):
+    assert unpadded.padded_length(tiny_bert().to(dtype), texts(), longest, num_prefix) == expected
 
 
 @torch.no_grad()
-def test_longer_padding_changes_no_vector_and_exceeds_no_positions(monkeypatch):
-    """For a BERT with positions only up to the longest text, and for both stages of a contextual model."""
-    tokens, contextual = texts(), tiny_contextual("bert")
-    short = embedder_of(tiny_bert(num_positions=12))
-
-    def vectors():
-        return short(tokens), contextual.embed_context(tokens), contextual(tokens)
-
-    usual = vectors()
-    monkeypatch.setattr(unpadded, "_is_half_on_gpu", lambda *_: True)
-    for found, expected in zip(vectors(), usual, strict=True):
-        assert float((found - expected).abs().max()) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["modernbert", "gemma3, both ways", "gemma3, made both ways", "mistral"])
-def test_the_trial_exceeds_the_window(name, monkeypatch):
-    backbone, visible_range = BACKBONES[name](), unpadded.visible_range
-    windows = {getattr(module, "sliding_window", None) for module in backbone.modules()}
-
-    def wider(*arguments):
-        is_causal, window = visible_range(*arguments)
-        return is_causal, None if window is None else window + 1
-
-    monkeypatch.setattr(unpadded, "visible_range", wider)
-    with pytest.raises(OptionError, match="has other states for unpadded texts"):
-        embedder_of(backbone).unpad(True)
-    assert {getattr(module, "sliding_window", None) for module in backbone.modules()} == windows
+def test_longer_padding_changes_no_vector():
+    embedder = embedder_of(tiny_bert())
+    found, expected = (embedder(texts().padded(length=length)) for length in (16, 12))
+    assert float((found - expected).abs().max()) <= 1e-6
 
 
 def test_windows_after_a_context_are_refused_and_padded_by_auto():

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from embeddings.cli.main import main
 from embeddings.common import ContrastiveBatch, OptionError, TextSettings, TokenBatch
-from embeddings.data import EmbeddingDataModule, SourceConfig
+from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE, MarginMSE, SimilarityDistillation, SurrogateFilter
@@ -32,14 +31,14 @@ from embeddings.models import (
     merge_lora,
 )
 from embeddings.models.lora import merged_state_dict, plain_backbone
-from embeddings.modules import ContrastiveModule, LayerDistillation, NVEmbedModule, distillation
+from embeddings.modules import LayerDistillation, NVEmbedModule, distillation
 from embeddings.modules.distillation import LayerTeacher, VectorTeacher, layer_pairs
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import batch_of, gradient_vector, random_batch, random_records, relative_error
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import backbone_folder, component, fit, quiet_trainer, run_config, write_config
+from tests.helpers.runs import backbone_folder, component, fit, run_config, write_config
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.losses.test_distillation import divergence_reference
 from tests.modules.cde_runs import cde_config
@@ -62,7 +61,7 @@ def student(folder: str, settings: LayerDistillation = SETTINGS, width: int = 32
     loss = InfoNCE(temperature=0.1, **options)
     module = NVEmbedModule(BackboneConfig(folder), MeanPooling, loss=loss, distillation=settings, seed=1)
     module.double().eval()
-    module.teacher = LayerTeacher(settings, module.embedder, latent_teacher(width))
+    module.layer_teacher = LayerTeacher(settings, module.embedder, latent_teacher(width))
     return module
 
 
@@ -75,7 +74,7 @@ def test_the_distillation_is_the_papers_sum(bert: str) -> None:
         for length in tokens.lengths_N.tolist():
             ids_1L = tokens.input_ids_T[start : start + length][None]
             start += length
-            models = (module.embedder, module.teacher.embedder)
+            models = (module.embedder, module.layer_teacher.embedder)
             own, other = (plain_backbone(model.backbone)(ids_1L, output_hidden_states=True) for model in models)
             squares["layer 1"] += [*(own.hidden_states[1] - other.hidden_states[1])[0].square().mean(1)]
             block = models[1].pooling.token_states(other.last_hidden_state[0])
@@ -94,7 +93,7 @@ def test_a_student_equal_to_its_teacher_has_no_divergence(tmp_path: Path) -> Non
     folder = str(tmp_path / "teacher")
     module = NVEmbedModule(BackboneConfig(folder), pooling, initial_model=folder, distillation=SETTINGS)
     module.double().eval()
-    module.teacher = LayerTeacher(SETTINGS, module.embedder, teacher)
+    module.layer_teacher = LayerTeacher(SETTINGS, module.embedder, teacher)
     assert plain_step(module, random_batch(3, 1)).terms["distillation"].item() < 1e-12
 
 
@@ -384,21 +383,6 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_its_checkpoint_omits_
     module = NVEmbedModule.load_from_checkpoint(tmp_path / "whole.ckpt")
     assert module.loss.teacher == str(tmp_path / "teacher")
     assert not any("teacher" in name for name in module.state_dict())
-
-
-def test_a_rank_that_does_not_check_the_run_loads_its_teacher_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`prepare_data`, which checks the run, is called on the first rank of a machine only."""
-    monkeypatch.setattr(ContrastiveModule, "prepare_data", lambda self: None)
-    teacher_of("bert").save_pretrained(tmp_path / "teacher")
-    config = run_config(tmp_path)["data"]["init_args"]
-    text, sources = TextSettings(**config.pop("text")), [SourceConfig(**source) for source in config.pop("sources")]
-    loss = SimilarityDistillation(teacher=str(tmp_path / "teacher"))
-    module = NVEmbedModule(BackboneConfig(str(tmp_path / "backbone")), MeanPooling, loss=loss)
-    trainer: L.Trainer = quiet_trainer(max_steps=1, use_distributed_sampler=False)
-    trainer.fit(module, EmbeddingDataModule(sources, text, **config))
-    assert trainer.callback_metrics["train/distillation"] > 0
 
 
 def test_a_contextual_student_has_a_teacher(tmp_path: Path) -> None:

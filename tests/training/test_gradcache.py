@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch, types
+from embeddings.common.random import RandomState
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.training import GradCache, gradcache
-from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, RandomState, tower_tokens
-from embeddings.training.graphs import GraphMemory
+from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, GraphMemory, tokens_of
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
@@ -81,8 +81,8 @@ def direct_gradient(step: Any, batch: ContrastiveBatch, engine: GradCache) -> tu
     towers: dict[int, dict[int, Tensor]] = {QUERY: {}, CANDIDATE: {}, CONTEXT: {}}
     sums: dict[int, dict[str, Any]] = {QUERY: {}, CANDIDATE: {}, CONTEXT: {}}
     for mini_batch in chain.from_iterable(engine.plan(batch)):
-        tower = mini_batch.tower
-        tokens = take_texts(tower_tokens(batch, tower), mini_batch.rows_n)
+        tower = mini_batch.group
+        tokens = take_texts(tokens_of(batch, tower), mini_batch.rows_n)
         if tower == CONTEXT:
             found = Representations(step.embed_context(tokens))
         else:
@@ -440,10 +440,10 @@ class LastMiniBatch(gradcache._TwoPasses):
 class OneTower(gradcache._TwoPasses):
     """Drops the queries' gradient of the context."""
 
-    def run_early(self, visit: Any, *arguments: Any) -> None:
+    def run_early(self, embedded: Any, *arguments: Any) -> None:
         before = self.gradient_of[self.context].clone()
-        super().run_early(visit, *arguments)
-        if visit.mini_batch.tower == QUERY:
+        super().run_early(embedded, *arguments)
+        if embedded.mini_batch.group == QUERY:
             self.gradient_of[self.context] = before
 
 
@@ -451,19 +451,19 @@ class TruncatedFirstStage(gradcache._TwoPasses):
     """Recomputes two mini-batches of the first stage and omits the others."""
 
     def second_order(self) -> list[Any]:
-        visits = super().second_order()
-        first = [visit for visit in visits if visit.mini_batch.tower == CONTEXT]
+        order = super().second_order()
+        first = [each for each in order if each.mini_batch.group == CONTEXT]
         assert len(first) > 2
-        return [visit for visit in visits if visit.mini_batch.tower != CONTEXT] + first[:2]
+        return [each for each in order if each.mini_batch.group != CONTEXT] + first[:2]
 
 
 class FirstStageUnreplayed(gradcache._TwoPasses):
     """Uses other dropout masks when the first stage is recomputed."""
 
-    def _outputs_and_gradients(self, visit: Any) -> Any:
-        if visit.mini_batch.tower == CONTEXT:
-            visit.random_state = Unreplayed.capture(self.device)
-        return super()._outputs_and_gradients(visit)
+    def _outputs_and_gradients(self, embedded: Any) -> Any:
+        if embedded.mini_batch.group == CONTEXT:
+            embedded.random_state = Unreplayed(self.device)
+        return super()._outputs_and_gradients(embedded)
 
 
 class Unscaled(gradcache._TwoPasses):

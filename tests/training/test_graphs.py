@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.training.gradcache import attach_gradient
-from embeddings.training.graphs import GraphBudget, GraphMemory, free_memory_bytes, graph_leaves
+from embeddings.training.gradcache import GraphBudget, GraphMemory, attach_gradient, graph_leaves
+from embeddings.training.memory import free_memory_bytes
 
 
 def test_the_surrogate_has_the_value_and_passes_the_gradients() -> None:
