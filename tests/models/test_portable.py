@@ -195,8 +195,8 @@ def test_the_code_of_a_directory_tokenises_as_training_does(make_tokenizer, prom
 
 ALWAYS = {"poolings", "portable", "pooling"}
 CARRIED = {
-    **dict.fromkeys(("mean", "weighted_mean", "self_attention"), ALWAYS),
-    "latent_attention": ALWAYS | {"latent_attention"},
+    **dict.fromkeys(("mean", "weighted_mean"), ALWAYS),
+    **dict.fromkeys(("latent_attention", "self_attention"), ALWAYS | {"latent_attention"}),
     "anchor_token": ALWAYS | {"anchor_token", "anchor_weights", "anchor_kernels", "attention_capture"},
 }
 
