@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from benchmarks.harness import RESULTS, Action, Ratio, options, record
 from benchmarks.workloads import question_answer_workload
 from embeddings.callbacks import DurableCheckpointIO
-from embeddings.common.checkpoint_file import pack, read_checkpoint
+from embeddings.common.checkpoint_file import plain, read_checkpoint
 from embeddings.common.io import atomic_path
 
 STEPS_BETWEEN = 100
@@ -93,12 +93,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=RESULTS.parent) as folder:
         path = Path(folder, "last.ckpt")
         DurableCheckpointIO().save_checkpoint(content, path)
-        found, expected = pack(read_checkpoint(path)), pack(content)
-        if found.tree != expected.tree or not all(
-            torch.equal(x, expected.tensors[n]) for n, x in found.tensors.items()
-        ):
+        found, expected = list[torch.Tensor](), list[torch.Tensor]()
+        plain(read_checkpoint(path), lambda tensor: (found.append(tensor), tensor)[1])
+        plain(content, lambda tensor: (expected.append(tensor), tensor)[1])
+        if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
             raise RuntimeError("the restored state differs from the saved one: nothing to compare")
-        file_bytes, state_bytes = path.stat().st_size, sum(x.nbytes for x in expected.tensors.values())
+        file_bytes, state_bytes = path.stat().st_size, sum(x.nbytes for x in expected)
         times = timed(content, path, 2 if chosen.tiny else chosen.pairs)
     of_thread = ratio_of(times["thread"], times["blocking"], times["blocking again"], chosen.tiny)
     of_torch = ratio_of(times["blocking"], times["torch"], times["torch again"], chosen.tiny)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -10,12 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from torch import nn
+from torch import Tensor, nn
 
 from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints, other_model
 from embeddings.common import OptionError, TextSettings, UserError
-from embeddings.common.checkpoint_file import PackedContent, pack, read_checkpoint, write_checkpoint
-from embeddings.common.io import Stage, check_disk_space, unnoticed
+from embeddings.common.checkpoint_file import copied, plain, read_checkpoint, write_checkpoint
+from embeddings.common.io import check_disk_space
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
 from embeddings.common.protocols import RunData, run_data
@@ -26,10 +27,10 @@ from embeddings.training.strategy import training_strategy
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, flushes it to disk, reads it back, and only then renames it.
+    """Writes a checkpoint to a temporary file, flushes it to disk, and only then renames it.
 
-    After a crash at any point the path has the old checkpoint or the complete new one. A checkpoint is never a pickle:
-    see `embeddings.common.checkpoint_file`. A remote path (`s3://…`) receives a file that was checked locally.
+    After a crash at any point the path has the old checkpoint or the complete new one. Reading a checkpoint runs no
+    code: see `embeddings.common.checkpoint_file`. A remote path (`s3://…`) receives a copy of a local file.
 
     With `asynchronous`, training waits only while the state is copied to a reused buffer in main memory. A thread
     writes one file at a time, and older checkpoints are removed once the new one is complete. The next save or the end
@@ -45,12 +46,11 @@ class DurableCheckpointIO(CheckpointIO):
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
-        # Called before each stage of `write_checkpoint`, and with "prune" and "pruned" around each removal.
-        self.on_stage: Stage = unnoticed
         self._thread: ThreadPoolExecutor | None = None
         # The current write, and the removals to do after it.
         self._tasks: list[Future[None]] = []
-        self._copy: PackedContent | None = None
+        # The tensors of the copy that the thread writes.
+        self._memory: list[Tensor] = []
         # The run's local checkpoints, including those that a killed process did not remove.
         self.written: set[str] = set()
 
@@ -58,16 +58,19 @@ class DurableCheckpointIO(CheckpointIO):
         """Write one checkpoint, or copy it for the thread to write."""
         if storage_options is not None:
             raise TypeError("DurableCheckpointIO does not support storage_options")
-        packed = pack(checkpoint)
+        if self.asynchronous:
+            plain(checkpoint)
+            self.wait()
+            self.start(_write, copied(checkpoint, self._memory), path)
+        else:
+            _write(checkpoint, path)
         self.written.add(os.path.abspath(path))
-        if not self.asynchronous:
-            self._write(packed, path)
-            return
-        self.wait()
-        self._copy = packed.copied(self._copy)
+
+    def start(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write a checkpoint in the thread, after `wait`."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._tasks = [self._thread.submit(self._write, self._copy, path)]
+        self._tasks = [self._thread.submit(write, *arguments)]
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """The content of a checkpoint, its tensors in main memory; both options have no effect."""
@@ -82,9 +85,9 @@ class DurableCheckpointIO(CheckpointIO):
         """Remove one checkpoint, after the current write is complete."""
         self.written.discard(os.path.abspath(path))
         if self._thread is not None and self._tasks:
-            self._tasks.append(self._thread.submit(self._remove, path, self._tasks[0]))
+            self._tasks.append(self._thread.submit(_remove, path, self._tasks[0]))
         else:
-            self._remove(path)
+            _remove(path)
 
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk; an `OSError` of the thread is raised once."""
@@ -99,26 +102,26 @@ class DurableCheckpointIO(CheckpointIO):
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._thread = self._copy = None
+            self._thread, self._memory = None, []
 
-    def _write(self, packed: PackedContent, path: str | Path) -> None:
-        if "://" not in str(path):
-            write_checkpoint(packed, path, self.on_stage)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            write_checkpoint(packed, f"{folder}/checkpoint", self.on_stage)
-            remote = get_filesystem(path)
-            remote.makedirs(str(path).rpartition("/")[0], exist_ok=True)
-            remote.put_file(f"{folder}/checkpoint", str(path))
 
-    def _remove(self, path: str | Path, write: Future[None] | None = None) -> None:
-        if write is not None:
-            write.result()
-        self.on_stage("prune")
-        places = get_filesystem(path)
-        if places.exists(path):
-            places.rm(path, recursive=True)  # DeepSpeed checkpoints are folders
-        self.on_stage("pruned")
+def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
+    if "://" not in str(path):
+        write_checkpoint(checkpoint, path)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(checkpoint, f"{folder}/checkpoint")
+        remote = get_filesystem(path)
+        remote.makedirs(str(path).rpartition("/")[0], exist_ok=True)
+        remote.put_file(f"{folder}/checkpoint", str(path))
+
+
+def _remove(path: str | Path, write: Future[None] | None = None) -> None:
+    if write is not None:
+        write.result()
+    places = get_filesystem(path)
+    if places.exists(path):
+        places.rm(path, recursive=True)  # checkpoints of sharded weights are folders
 
 
 def make_checkpoints_durable(trainer: L.Trainer) -> None:

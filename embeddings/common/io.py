@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -41,39 +41,21 @@ MANIFEST = "manifest.json"
 FILES, CHECKSUM = "files", "xxh3_128"
 
 
-# Called with the name of a writer's next stage.
-Stage = Callable[[str], None]
-
-
-def unnoticed(stage: str) -> None:
-    """A `Stage` that does nothing."""
-
-
 @contextmanager
-def atomic_path(
-    path: str | os.PathLike[str], verify: Callable[[Path], None] | None = None, on_stage: Stage = unnoticed
-) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
-    After a crash, or an error of `verify` (called once the file is on disk), `path` has its old content or the
-    complete new one. `on_stage` is called with each next stage: "sync", "verify", "rename", "sync folder" and "done".
+    After a crash `path` has its old content or the complete new one.
     """
     target = Path(path)
     with temporary_path(target) as temporary:
         temporary.touch(mode=0o600, exist_ok=False)
         try:
             yield temporary
-            on_stage("sync")
             fsync_path(temporary)
-            on_stage("verify")
-            if verify is not None:
-                verify(temporary)
             os.chmod(temporary, 0o666 & ~_umask())
-            on_stage("rename")
             os.replace(temporary, target)
-            on_stage("sync folder")
             fsync_path(target.parent)
-            on_stage("done")
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from embeddings.callbacks import checkpoints, preemption
 from embeddings.callbacks.checkpoints import check_checkpoint_room, checkpoint_bytes
 from embeddings.cli.main import main
-from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
+from embeddings.common.checkpoint_file import copied, read_checkpoint, write_checkpoint
 from embeddings.modules.checkpoint import configured_module
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
 from tests.helpers.checkpoints import save
 from tests.helpers.disks import fake_disk
 from tests.helpers.runs import component, fit, quiet_trainer, run_config, write_config
+from tests.reliability.kills import differences
 
 ASYNCHRONOUS = component("embeddings.callbacks.DurableCheckpointIO", asynchronous=True)
 
@@ -57,11 +58,11 @@ class Averages(Callback):
 def test_all_content_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[Any] = []
 
-    def packed(content: Any) -> Any:
-        saved.append(pack(content).copied())
-        return pack(content)
+    def write(content: Any, path: Any) -> None:
+        saved.append(copied(content, []))
+        write_checkpoint(content, path)
 
-    monkeypatch.setattr(checkpoints, "pack", packed)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write)
     config = checkpointed(tmp_path, monitor="train/loss", save_top_k=2)
     names = ("LearningRateMonitor", "RunHealth", "Throughput", "tests.callbacks.test_checkpoint_runs.Averages")
     config["trainer"]["callbacks"] += [
@@ -70,11 +71,8 @@ def test_all_content_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: py
     ]
     cli = fit(tmp_path, config)
     found = read_checkpoint(next(Path(cli.trainer.log_dir).rglob("last.ckpt")))
-    expected, again = saved[-1], pack(found)
-    assert again.tree == expected.tree
-    assert list(again.tensors) == list(expected.tensors)
-    assert all(torch.equal(x, expected.tensors[name]) for name, x in again.tensors.items())
-    assert sum("optimizer_states/0/state/" in name for name in again.tensors) > 20
+    assert differences(found, saved[-1]) == []
+    assert len(found["optimizer_states"][0]["state"]) > 20
     assert {name.partition("{")[0] for name in found["callbacks"]} >= {"Averages", "EarlyStopping", "ModelCheckpoint"}
     assert {"text_settings", "run_config", "EmbeddingDataModule"} <= found.keys()
 
@@ -83,14 +81,16 @@ def test_all_content_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: py
 def test_a_full_disk_ends_the_run_with_code_74_and_the_previous_checkpoint_remains(
     asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    num_writes = [0]
+    num_writes, save = [0], torch.save
 
-    def full(stage: str) -> None:
-        num_writes[0] -= stage == "sync"
-        if num_writes[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(content: Any, file: Any) -> None:
+        if "loops" in content:  # not the weights after training
+            num_writes[0] -= 1
+            if num_writes[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(content, file)
 
-    monkeypatch.setattr(checkpoints, "write_checkpoint", lambda packed, path, _: write_checkpoint(packed, path, full))
+    monkeypatch.setattr(torch, "save", full)
     for step in (2, 3):  # 2: another save follows the failed one; 3: the failed one is the last of the run
         num_writes[0] = step
         folder = tmp_path / str(step)

@@ -1,6 +1,5 @@
 """Durable checkpoints, written by training or by a thread, and the best one loaded after training."""
 
-import errno
 import os
 import threading
 from functools import partial
@@ -17,28 +16,30 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
+from embeddings.callbacks import checkpoints
 from embeddings.callbacks.checkpoints import DurableCheckpointIO, load_best, make_checkpoints_durable
 from embeddings.callbacks.run_record import write_none_on_exception
 from embeddings.common import InputError, OptionError
-from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint
+from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint, write_checkpoint
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.checkpoints import save
+from tests.helpers.disks import fake_disk
 from tests.helpers.runs import quiet_trainer
 
 trainer = partial(quiet_trainer, enable_checkpointing=True)
 
 
 class Held:
-    """Stops the thread of an asynchronous writer at a stage until `gate` is set, and records the stages."""
+    """Stops writes of checkpoints until `gate` is set, and counts those that began."""
 
-    def __init__(self, writer: DurableCheckpointIO, at: str = "write") -> None:
-        self.at, self.stages, self.gate = at, list[str](), threading.Event()
-        writer.on_stage = self
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_writes, self.gate = 0, threading.Event()
+        patch.setattr(checkpoints, "write_checkpoint", self)
 
-    def __call__(self, stage: str) -> None:
-        self.stages.append(stage)
-        if stage == self.at:
-            assert self.gate.wait(timeout=60)
+    def __call__(self, content: Any, path: Any) -> None:
+        self.num_writes += 1
+        assert self.gate.wait(timeout=60)
+        write_checkpoint(content, path)
 
 
 @pytest.fixture
@@ -94,29 +95,31 @@ def test_single_file_checkpoints_are_durable_and_other_plugins_are_refused() -> 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_older_checkpoint_is_removed_once_the_newer_is_complete(asynchronous: bool, tmp_path: Path) -> None:
-    """At every stage some checkpoint is complete, and the latest one never becomes older."""
-    complete: list[list[int]] = []
-    writer = DurableCheckpointIO(asynchronous)
+def test_an_older_checkpoint_is_removed_once_the_newer_is_complete(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[int]] = []
+    remove = checkpoints._remove
 
-    def look(stage: str) -> None:
-        found = [inspect_checkpoint(path)["global_step"] for path in tmp_path.glob("*.ckpt")]
-        complete.append(sorted(found))
-        assert stage != "prune" or len(set(found)) == 2
+    def look(*arguments: Any) -> None:
+        for task in arguments[1:]:
+            task.result()
+        seen.append({inspect_checkpoint(path)["global_step"] for path in tmp_path.glob("*.ckpt")})
+        remove(*arguments)
 
-    writer.on_stage = look
+    monkeypatch.setattr(checkpoints, "_remove", look)
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last=True)
-    run = trainer(max_steps=4, limit_val_batches=0, callbacks=[keep], plugins=[writer])
+    run = trainer(max_steps=4, limit_val_batches=0, callbacks=[keep], plugins=[DurableCheckpointIO(asynchronous)])
     run.fit(BoringModel())
-    first = next(index for index, found in enumerate(complete) if found)
-    assert all(complete[first:])
-    assert [max(found) for found in complete[first:]] == sorted(max(found) for found in complete[first:])
+    assert seen == [{1, 2}, {2, 3}, {3, 4}]
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=4.ckpt"]
     assert {read_checkpoint(path)["global_step"] for path in tmp_path.iterdir()} == {4}
 
 
-def test_changes_after_an_asynchronous_save_are_not_saved(tmp_path: Path, writer: DurableCheckpointIO) -> None:
-    held = Held(writer)
+def test_changes_after_an_asynchronous_save_are_not_saved(
+    tmp_path: Path, writer: DurableCheckpointIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
     weight, tied, plain = torch.ones(2, 3), torch.ones(1), [1, {"a": 2}]
     for path, value in ((tmp_path / "a.ckpt", 1.0), (tmp_path / "b.ckpt", 2.0)):
         held.gate.clear()
@@ -134,53 +137,53 @@ def test_changes_after_an_asynchronous_save_are_not_saved(tmp_path: Path, writer
     assert (two["weight"].unique().tolist(), two["plain"], float(two["tied"][0])) == ([2.0], [2.0, {"a": 3}], 2.0)
 
 
-def test_a_save_waits_for_the_current_write(tmp_path: Path, writer: DurableCheckpointIO) -> None:
-    held = Held(writer)
+def test_a_save_waits_for_the_current_write(
+    tmp_path: Path, writer: DurableCheckpointIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
     writer.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
     second = threading.Thread(target=writer.save_checkpoint, args=({"step": 2}, tmp_path / "b.ckpt"))
     second.start()
     second.join(timeout=0.2)
     assert second.is_alive()
-    assert held.stages == ["write"]
+    assert held.num_writes == 1
     held.gate.set()
     second.join(timeout=60)
     assert not second.is_alive()
     assert writer.load_checkpoint(tmp_path / "b.ckpt") == {"step": 2}
     assert read_checkpoint(tmp_path / "a.ckpt") == {"step": 1}
-    assert [stage for stage in held.stages if stage in ("write", "done")] == ["write", "done", "write", "done"]
 
 
-def test_removals_wait_for_the_write_and_are_cancelled_if_it_fails(tmp_path: Path, writer: DurableCheckpointIO) -> None:
+def test_removals_wait_for_the_write_and_are_cancelled_if_it_fails(
+    tmp_path: Path, writer: DurableCheckpointIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     writer.save_checkpoint({"step": 1}, old)
     writer.wait()
-    held = Held(writer, at="rename")
+    held = Held(monkeypatch)
     writer.save_checkpoint({"step": 2}, new)
     writer.remove_checkpoint(old)
     assert old.exists()
     held.gate.set()
     writer.wait()
-    assert held.stages[-4:] == ["sync folder", "done", "prune", "pruned"]
     assert os.listdir(tmp_path) == ["new.ckpt"]
 
-    def full(stage: str) -> None:
-        if stage == "sync":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    writer.on_stage = full
-    writer.save_checkpoint({"step": 3}, tmp_path / "newer.ckpt")
-    writer.remove_checkpoint(new)
-    with pytest.raises(OSError, match=r"No space left on device: .* available.*newer\.ckpt"):
-        writer.save_checkpoint({"step": 4}, tmp_path / "newest.ckpt")
+    with monkeypatch.context() as patch:
+        fake_disk(patch, 0)
+        writer.save_checkpoint({"weight": torch.zeros(9)}, tmp_path / "newer.ckpt")
+        writer.remove_checkpoint(new)
+        with pytest.raises(OSError, match=r"No space left on device: .* available.*newer\.ckpt"):
+            writer.save_checkpoint({"step": 4}, tmp_path / "newest.ckpt")
     assert os.listdir(tmp_path) == ["new.ckpt"]
-    writer.on_stage = lambda stage: None
     writer.save_checkpoint({"step": 4}, tmp_path / "newest.ckpt")
     writer.wait()
     assert sorted(os.listdir(tmp_path)) == ["new.ckpt", "newest.ckpt"]
 
 
-def test_teardown_waits_and_raises_an_error_of_the_thread_once(tmp_path: Path, writer: DurableCheckpointIO) -> None:
-    held = Held(writer)
+def test_teardown_waits_and_raises_an_error_of_the_thread_once(
+    tmp_path: Path, writer: DurableCheckpointIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
     writer.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
     threading.Timer(0.2, held.gate.set).start()
     writer.teardown()
@@ -223,10 +226,9 @@ def test_the_first_monitored_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(module.layer.weight, best.layer.weight)
 
 
-def test_loading_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+def test_loading_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best, module, path = Line(), Line(), str(tmp_path / "best.ckpt")
-    run, gate = stub(monitored(path), asynchronous=True), threading.Event()
-    run.strategy.checkpoint_io.on_stage = lambda stage: gate.wait(timeout=60)
+    run, gate = stub(monitored(path), asynchronous=True), Held(monkeypatch).gate
     run.strategy.checkpoint_io.save_checkpoint({"state_dict": best.state_dict(), "global_step": 3}, path)
     threading.Timer(0.2, gate.set).start()
     load_best(run, module)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from embeddings.callbacks import DurableCheckpointIO
+from embeddings.callbacks import DurableCheckpointIO, checkpoints
 from embeddings.cli.trainer import find_latest_checkpoint
-from embeddings.common.checkpoint_file import read_checkpoint
+from embeddings.common.checkpoint_file import _CheckedFile, read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 from tests.helpers.processes import run_command
 from tests.helpers.runs import quiet_trainer
@@ -90,19 +91,29 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(is_early: bool, tmp_
     assert lines_of(tmp_path / "steps1.txt") == [str(step) for step in range(1, STEPS + 1)]
 
 
-STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done", "prune", "pruned"]
+# Functions that a checkpoint calls in this order, and the number of calls before the one of the first checkpoint.
+STAGES: dict[str, tuple[Any, str, int]] = {
+    "write": (torch, "save", 0),
+    "checksum": (_CheckedFile, "finish", 0),
+    "sync": (os, "fsync", -1),
+    "rename": (os, "replace", 0),
+    "sync folder": (os, "fsync", 0),
+    "prune": (checkpoints, "_remove", 0),
+}
 
 
-class KillAt:
-    """Kills this process when a stage begins for the n-th time."""
+def kill_at(stage: str, time: int) -> None:
+    """Kill this process in a stage of the n-th checkpoint."""
+    place, name, offset = STAGES[stage]
+    left, real = [time * 2 + offset if name == "fsync" else time - (stage == "prune")], getattr(place, name)
 
-    def __init__(self, stage: str, time: int) -> None:
-        self.stage, self.left = stage, time
-
-    def __call__(self, stage: str) -> None:
-        self.left -= stage == self.stage
-        if not self.left:
+    def counted(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+
+    setattr(place, name, counted)
 
 
 def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = None) -> Trainer:
@@ -123,9 +134,8 @@ def test_a_kill_at_any_stage_loses_at_most_one_interval(
     child = os.fork()
     if not child:
         try:
-            writer = DurableCheckpointIO(asynchronous)
-            writer.on_stage = KillAt(stage, time - 1 if stage.startswith("prune") else time)
-            train(tmp_path, writer)
+            kill_at(stage, time)
+            train(tmp_path, DurableCheckpointIO(asynchronous))
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)

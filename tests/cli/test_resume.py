@@ -47,9 +47,9 @@ def test_an_unusable_checkpoint_is_skipped_with_a_line(tmp_path, capsys, monkeyp
     lines = capsys.readouterr().err.splitlines()
     says = [
         "last.ckpt: is not a complete checkpoint of this library; ",
-        "torch.ckpt: is a pickle, ",
+        "torch.ckpt: is not a complete checkpoint of this library; ",
         "w.ckpt: cannot be resumed from, because it has no lr_schedulers, optimizer_states; ",
-        "step=2.ckpt: is damaged in state_dict/w, bytes ",
+        "step=2.ckpt: is damaged: ",
     ]
     assert len(lines) == len(says)
     beginnings = [f"left out: {tmp_path}/{beginning}" for beginning in says]

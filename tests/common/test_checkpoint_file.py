@@ -1,42 +1,39 @@
-"""The checkpoint file format, and packing content into it."""
+"""The checkpoint file: content, damage, full disks, kills, and content that is not plain."""
 
 import collections
 import enum
 import errno
-import json
 import math
 import os
 import pathlib
 import random
-import struct
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from embeddings.common import InputError, checkpoint_file
+from embeddings.common import InputError
 from embeddings.common.checkpoint_file import (
-    MAX_LEVELS,
+    MARK,
+    copied,
     inspect_checkpoint,
-    pack,
     peek_checkpoint,
+    plain,
     read_checkpoint,
-    unpack,
     write_checkpoint,
 )
 from embeddings.common.io import file_lock
 from tests.helpers.disks import fake_disk
 
-DTYPES = list(checkpoint_file._DTYPES.values())
-STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 
 
 def write(content, path):
-    write_checkpoint(pack(content), path)
+    write_checkpoint(content, path)
     return path
 
 
@@ -60,43 +57,38 @@ def test_tensors_come_back_bit_for_bit(dtype, tmp_path):
         assert bits(found[name]) == bits(expected)
 
 
-def test_safetensors_can_load_the_tensors(tmp_path):
-    tied = torch.arange(3.0)
-    path = write({"state_dict": {"a": tied, "b": tied}, "c": torch.ones((), dtype=torch.float64)}, tmp_path / "x.ckpt")
-    found = load_file(path)
-    assert found["state_dict/a"].tolist() == [0.0, 1.0, 2.0]
-    assert sorted(found) == ["c", "state_dict/a"]
-    assert write({}, tmp_path / "y.ckpt").stat().st_size % 8 == 0
+PLAIN = [
+    None,
+    True,
+    -(2**80),
+    -0.0,
+    5e-324,
+    math.inf,
+    math.nan,
+    "ü\ud800\x00!",
+    b"\x00\xff",
+    [1, (2, [3, (4,)]), {"a": ()}],
+    {1: "x", "1": "y", -3: {0: []}},
+    collections.OrderedDict([("b", 1), ("a", {2: 3})]),
+    collections.Counter({5: 2, 10: 1}),
+    random.Random(3).getstate(),
+]
 
 
-def test_equal_contents_give_equal_files_not_much_larger_than_their_tensors(tmp_path):
-    content = {"weight": torch.randn(100_000), "step": 1}
-    paths = [write(content, tmp_path / name) for name in ("a.ckpt", "b.ckpt")]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert paths[0].stat().st_size <= 1.02 * 400_000
+@pytest.mark.parametrize("value", PLAIN, ids=[repr(value)[:30] for value in PLAIN])
+def test_plain_values_come_back_with_their_types_and_order(value, tmp_path):
+    found = read_checkpoint(write({"x": value}, tmp_path / "x.ckpt"))["x"]
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
 
 
-def test_the_stages_are_in_order_and_the_rename_follows_verification(tmp_path, monkeypatch):
-    path, seen = write({"step": 1}, tmp_path / "x.ckpt"), []
-    rename = os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(f"({read_checkpoint(old)})"), rename(old, new)))
-    write_checkpoint(pack({"step": 2}), path, lambda stage: seen.append(f"{stage} {read_checkpoint(path)['step']}"))
-    expected = [f"{stage} {1 if place < 5 else 2}" for place, stage in enumerate(STAGES)]
-    assert seen == [*expected[:5], "({'step': 2})", *expected[5:]]
-
-
-def test_a_write_that_fails_verification_keeps_the_old_file(tmp_path, monkeypatch):
-    path, real = write({"step": 1}, tmp_path / "x.ckpt"), os.write
-
-    def flips(handle, content):
-        return real(handle, bytes(content[:-1]) + bytes([content[-1] ^ 1]) if len(content) == 12 else content)
-
-    monkeypatch.setattr(os, "write", flips)
-    with pytest.raises(OSError, match="the disk returned different bytes than were written") as failure:
-        write(small(), path)
-    assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(path))
-    assert read_checkpoint(path) == {"step": 1}
-    assert os.listdir(tmp_path) == ["x.ckpt"]
+def test_torch_reads_the_file_and_tied_weights_are_stored_once(tmp_path):
+    tied = nn.Parameter(torch.randn(100_000))
+    path = write({"a": tied, "b": tied, "step": 1}, tmp_path / "x.ckpt")
+    found = torch.load(path, weights_only=True)
+    assert torch.equal(found["a"], tied)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert path.stat().st_size <= 1.02 * 400_000
 
 
 def test_partial_files_of_killed_processes_are_removed_and_those_of_living_ones_kept(tmp_path):
@@ -108,68 +100,63 @@ def test_partial_files_of_killed_processes_are_removed_and_those_of_living_ones_
         assert sorted(os.listdir(tmp_path)) == [".z.ckpt.abc123.tmp", ".z.ckpt.abc123.tmp.lock", "x.ckpt"]
 
 
-class Failing:
-    """A function of `os` that fails at one of its calls."""
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize(("name", "call"), [("fsync", 1), ("fsync", 2), ("replace", 1)])
+def test_after_any_failure_only_a_complete_checkpoint_is_left(name, call, code, tmp_path, monkeypatch):
+    path, real, calls = write({"step": 1}, tmp_path / "x.ckpt"), getattr(os, name), []
 
-    def __init__(self, name, call, code, monkeypatch):
-        self.real, self.left, self.code = getattr(os, name), call, code
-        monkeypatch.setattr(os, name, self)
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
 
-    def __call__(self, *arguments):
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fails)
+        with pytest.raises(OSError, match=r".") as failure:
+            write(small(), path)
+    assert (failure.value.errno, failure.value.filename) == (code, str(path))
+    assert ("bytes are needed and " in failure.value.strerror) is (code == errno.ENOSPC)
+    assert read_checkpoint(path)["step"] == (3 if call == 2 else 1)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize(("name", "calls"), [("write", 3), ("fsync", 2), ("replace", 1), ("open", 1)])
-def test_after_any_failure_only_a_complete_checkpoint_is_left(name, calls, code, tmp_path, monkeypatch):
+def test_a_disk_that_becomes_full_within_a_tensor_keeps_the_old_file(tmp_path):
+    """A limit on the size of a file fails its writes, as a full disk does."""
+    import resource
+    import signal
+
     path = write({"step": 1}, tmp_path / "x.ckpt")
-    for call in range(1, calls + 1):
-        with monkeypatch.context() as patch:
-            failing = Failing(name, call, code, patch)
-            with pytest.raises(OSError, match=r".") as failure:
-                write(small(), path)
-            assert failing.left == 0
-        assert (failure.value.errno, failure.value.filename) == (code, str(path))
-        has_space = code in (errno.EROFS, errno.EIO)
-        assert ("bytes are needed and " in failure.value.strerror) is not has_space
-        after_rename = (name, call) == ("fsync", 2)
-        assert read_checkpoint(path)["step"] == (3 if after_rename else 1)
-        assert os.listdir(tmp_path) == ["x.ckpt"]
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as failure:
+            write({"state_dict": {str(index): torch.zeros(20_000) for index in range(4)}}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert failure.value.filename == str(path)
+    assert read_checkpoint(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 def test_nothing_is_written_without_enough_disk_space(tmp_path, monkeypatch):
     path = write({"step": 1}, tmp_path / "x.ckpt")
-    size = write(small(), tmp_path / "small.ckpt").stat().st_size
-    stages = []
-    for free in (size - 1, size):
-        fake_disk(monkeypatch, free)
-        if free == size:
-            write_checkpoint(pack(small()), path, stages.append)
-            continue
-        with pytest.raises(OSError, match=f"{size:,} bytes are needed and {free:,} available") as failure:
-            write_checkpoint(pack(small()), path, stages.append)
-        assert (failure.value.errno, failure.value.filename, stages) == (errno.ENOSPC, str(path), [])
-        assert read_checkpoint(path)["step"] == 1
-    assert stages[0] == "write"
-    assert sorted(os.listdir(tmp_path)) == ["small.ckpt", "x.ckpt"]
+    fake_disk(monkeypatch, 3999)
+    with pytest.raises(OSError, match="bytes are needed and 3,999 available") as failure:
+        write({"a": torch.zeros(1000)}, path)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(path))
+    assert read_checkpoint(path)["step"] == 1
+    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_a_peek_checks_only_the_header(tmp_path):
-    path = write(small(), tmp_path / "x.ckpt")
-    whole = bytearray(path.read_bytes())
-    whole[-2] ^= 4  # of a tensor
-    path.write_bytes(whole)
-    content = peek_checkpoint(path)
+def test_a_peek_reads_no_tensor(tmp_path):
+    content = peek_checkpoint(write(small(), tmp_path / "x.ckpt"))
     assert content["step"] == 3
-    expected = {"a": (0, torch.float32), "b": (0, torch.bool)}
-    assert {name: (x.numel(), x.dtype) for name, x in content["state_dict"].items()} == expected
-    whole[whole.index(b"state_dict")] ^= 4
-    path.write_bytes(whole)
-    with pytest.raises(InputError, match=r"use a complete \.ckpt file"):
-        peek_checkpoint(path)
+    assert {name: (x.is_meta, x.dtype) for name, x in content["state_dict"].items()} == {
+        "a": (True, torch.float32),
+        "b": (True, torch.bool),
+    }
 
 
 def refusal(path):
@@ -181,7 +168,7 @@ def refusal(path):
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"{path}: ")
     assert lines[0].endswith("; use a complete .ckpt file that `fit` wrote")
-    return lines[0]
+    assert "\n" not in lines[0]
 
 
 def test_any_flipped_bit_is_detected(tmp_path):
@@ -189,35 +176,17 @@ def test_any_flipped_bit_is_detected(tmp_path):
     whole, chance = path.read_bytes(), random.Random(0)
     assert read_checkpoint(path)["step"] == 3
     for place in range(len(whole)):
-        for bit in chance.sample(range(8), 2):
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            refusal(path)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :])
+        refusal(path)
 
 
 def test_a_truncated_or_extended_file_is_detected(tmp_path):
     path = write(small(), tmp_path / "x.ckpt")
     whole = path.read_bytes()
-    for end in range(len(whole)):
+    for end in range(0, len(whole), 7):
         path.write_bytes(whole[:end])
         refusal(path)
     path.write_bytes(whole + b"\0")
-    refusal(path)
-
-
-def test_damage_is_named_by_tensor_and_bytes(tmp_path):
-    path = write(small(), tmp_path / "x.ckpt")
-    whole = bytearray(path.read_bytes())
-    whole[-2] ^= 4  # the last byte is the boolean's
-    path.write_bytes(whole)
-    assert f"is damaged in state_dict/a, bytes {len(whole) - 13:,} to {len(whole) - 1:,};" in refusal(path)
-
-
-@pytest.mark.parametrize(("old", "new"), [(b"[2,3]", b"[3,2]"), (b'"F32"', b'"I32"'), (b'"b":{', b'"c":{')])
-def test_a_header_that_describes_the_same_bytes_differently_is_detected(old, new, tmp_path):
-    path = write({"b": torch.ones(2, 3)}, tmp_path / "x.ckpt")
-    whole = path.read_bytes()
-    assert whole.count(old) == 1
-    path.write_bytes(whole.replace(old, new))
     refusal(path)
 
 
@@ -226,128 +195,32 @@ class Payload:
         return (open, ("canary", "w"))
 
 
-def crafted(path, tree, **metadata):
-    """A file with this content and correct checksums."""
-    content = json.dumps({"tree": tree, "xxh3_64": {}})
-    whole = {"format": "embeddings checkpoint", "version": "1", "content": content, **metadata}
-    header = json.dumps(
-        {"__metadata__": {"xxh3_64": xxhash.xxh3_64_hexdigest(whole["content"].encode()), **whole}}
-    ).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    return path
+def crafted(path, content):
+    """A file of `torch.save` with a correct checksum."""
+    torch.save(content, path)
+    whole = path.read_bytes()[:-2] + (len(MARK) + 32).to_bytes(2, "little")
+    path.write_bytes(whole + MARK + xxhash.xxh3_128_hexdigest(whole).encode())
 
 
-PICKLE = "is a pickle, which could run code when loaded"
-NOT_A_CHECKPOINT = "is not a complete checkpoint of this library"
-DEEP = '{"tree":' + '{"!tuple":[' * 3000 + "]}" * 3000 + ',"xxh3_64":{}}'
 FOREIGN_FILES = {
-    "torch.save": (lambda p: torch.save({"state_dict": Payload()}, p), PICKLE),
-    "torch.save, old": (lambda p: torch.save({"x": Payload()}, p, _use_new_zipfile_serialization=False), PICKLE),
-    "other weights": (lambda p: save_file({"a": torch.ones(1)}, p), NOT_A_CHECKPOINT),
-    "other format": (
-        lambda p: save_file({"a": torch.ones(1)}, p, metadata={"format": "pt"}),
-        "has format 'pt', expected 'embeddings checkpoint'",
-    ),
-    "future version": (lambda p: crafted(p, {}, version="2"), "has format version 2, expected 1"),
-    "huge header": (lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"), NOT_A_CHECKPOINT),
-    "empty": (lambda p: p.write_bytes(b""), NOT_A_CHECKPOINT),
-    "a list": (lambda p: crafted(p, [1]), "contains a list, not a dict"),
-    "no content": (lambda p: crafted(p, {}, content="[]"), NOT_A_CHECKPOINT),
-    "deep": (lambda p: crafted(p, {}, content="[" * 100_000), NOT_A_CHECKPOINT),
-    "deep in tags": (lambda p: crafted(p, {}, content=DEEP), NOT_A_CHECKPOINT),
-    "unknown tag": (lambda p: crafted(p, {"a": {"!instance": "os.system"}}), NOT_A_CHECKPOINT),
-    "missing tensor": (lambda p: crafted(p, {"a": {"!tensor": "b"}}), NOT_A_CHECKPOINT),
+    "torch.save": lambda p: torch.save({"state_dict": Payload()}, p),
+    "torch.save, old": lambda p: torch.save({"x": Payload()}, p, _use_new_zipfile_serialization=False),
+    "checked code": lambda p: crafted(p, {"state_dict": Payload()}),
+    "checked class": lambda p: crafted(p, {"path": p}),
+    "safetensors": lambda p: save_file({"a": torch.ones(1)}, p),
+    "empty": lambda p: p.write_bytes(b""),
+    "only the comment": lambda p: p.write_bytes(MARK + xxhash.xxh3_128_hexdigest(b"").encode()),
+    "a list": lambda p: crafted(p, [1]),
 }
 
 
-@pytest.mark.parametrize(("write_file", "says"), FOREIGN_FILES.values(), ids=FOREIGN_FILES)
-def test_a_foreign_file_is_refused_in_one_line_and_runs_nothing(write_file, says, tmp_path, monkeypatch):
+@pytest.mark.parametrize("write_file", FOREIGN_FILES.values(), ids=FOREIGN_FILES)
+def test_a_foreign_file_is_refused_in_one_line_and_runs_nothing(write_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.ckpt"
     write_file(path)
-    line = refusal(path)
-    assert says in line
-    assert "\n" not in line
+    refusal(path)
     assert os.listdir(tmp_path) == ["x.ckpt"]
-
-
-def test_content_that_the_file_cannot_store_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"checkpoint, tensor x/0: has the dtype torch\.complex128"):
-        write({"x": [torch.zeros(1, dtype=torch.complex128)]}, tmp_path / "x.ckpt")
-    monkeypatch.setattr(checkpoint_file, "MAX_HEADER_BYTES", 1000)
-    with pytest.raises(InputError, match="outside tensors, maximum 1,000; store large values as tensors"):
-        write({"x": ["word"] * 1000}, tmp_path / "x.ckpt")
-    assert os.listdir(tmp_path) == []
-
-
-def round_trip(content):
-    packed = pack(content)
-    return unpack(type(packed)(json.loads(json.dumps(packed.tree, allow_nan=False)), packed.tensors))
-
-
-PLAIN = [
-    None,
-    True,
-    0,
-    -(2**80),
-    0.1,
-    -0.0,
-    5e-324,
-    math.inf,
-    -math.inf,
-    math.nan,
-    "",
-    "ü\ud800\x00!",
-    b"\x00\xff",
-    [],
-    (),
-    {},
-    [1, (2, [3, (4,)]), {"a": ()}],
-    {"b": 1, "a": 2},
-    {1: "x", "1": "y", -3: {0: []}},
-    {"!tensor": "not one", "!": 1},
-    collections.OrderedDict([("b", 1), ("a", {2: 3})]),
-    collections.Counter({5: 2, 10: 1}),
-    random.Random(3).getstate(),
-]
-
-
-@pytest.mark.parametrize("value", PLAIN, ids=[repr(value)[:30] for value in PLAIN])
-def test_plain_values_come_back_with_their_types_and_order(value):
-    found = round_trip({"x": value})["x"]
-    assert repr(found) == repr(value)
-    assert type(found) is type(value)
-
-
-def test_tensors_with_equal_joined_paths_stay_separate():
-    content = {"a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a/b": torch.tensor(4)}
-    content["__metadata__"] = torch.tensor(5)
-    found = round_trip(content)
-    assert [int(x) for x in (*found["a"].values(), found["a/b"], found["__metadata__"])] == [1, 2, 3, 4, 5]
-
-
-def test_tied_weights_are_one_tensor_and_other_views_are_separate():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(3, 3, bias=False)
-            self.second = nn.Linear(3, 3, bias=False)
-            self.second.weight = self.first.weight
-
-    tied = Tied().state_dict()
-    assert list(pack(tied).tensors) == ["first.weight"]
-    found = round_trip(tied)
-    assert found["first.weight"] is found["second.weight"]
-    memory = torch.arange(4.0)
-    views = {"whole": memory, "half": memory[:2], "turned": memory.view(2, 2).T, "shaped": memory.view(2, 2)}
-    assert len(pack(views).tensors) == 4
-    assert len(pack({"a": torch.empty(0), "b": torch.empty(0)}).tensors) == 2
-
-
-def test_the_random_state_of_numpy_is_restored():
-    again = np.random.RandomState()
-    again.set_state(round_trip({"numpy": np.random.RandomState(2).get_state()})["numpy"])
-    assert again.random() == np.random.RandomState(2).random()
 
 
 class Pair(NamedTuple):
@@ -362,58 +235,39 @@ class Colour(enum.IntEnum):
     ("value", "kind"),
     [
         (np.float64(1), "numpy.float64"),
+        (np.ones(1), "numpy.ndarray"),
         (pathlib.Path("x"), "PosixPath"),
         (Pair(1), "Pair"),
         (Colour.RED, "Colour"),
         (torch.float32, "torch.dtype"),
-        (torch.device("cpu"), "torch.device"),
-        (torch.Size([1]), "torch.Size"),
-        ({1}, "set"),
         (collections.defaultdict(list), "defaultdict"),
         (nn.Linear, "builtins.type"),
-        (np.array(["text"]), "numpy.ndarray"),
-        (1j, "complex"),
+        (torch.empty(2, device="meta"), "torch.Tensor"),
+        ({(1, 2): 3}, "has a key"),
     ],
 )
-def test_a_type_that_is_not_plain_is_refused_with_its_path(value, kind):
-    with pytest.raises(InputError) as refusal:
-        pack({"callbacks": {"Mine": {"scores": [1.0, value]}}})
-    line = str(refusal.value)
-    assert line.startswith("checkpoint[callbacks][Mine][scores][1]: is a ")
+def test_content_that_is_not_plain_is_refused_with_its_path_and_nothing_is_written(value, kind, tmp_path):
+    with pytest.raises(InputError) as refused:
+        write({"callbacks": {"Mine": {"scores": [1.0, value]}}}, tmp_path / "x.ckpt")
+    line = str(refused.value)
+    assert line.startswith("checkpoint[callbacks][Mine][scores][1]: ")
     assert kind in line
-    assert "not a plain type; save only tensors, numbers" in line
-
-
-def test_keys_other_tensors_and_depth_are_refused_with_their_path():
-    with pytest.raises(InputError, match=r"checkpoint\[a\]: has the key \(1, 2\)"):
-        pack({"a": {(1, 2): 3}})
-    for tensor in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
-        with pytest.raises(InputError, match=r"checkpoint\[a\]\[0\]: is a tensor that is not dense"):
-            pack({"a": [tensor]})
-    deep: list = []
-    for _ in range(MAX_LEVELS - 1):
-        deep = [deep]
-    assert round_trip({"a": deep}) == {"a": deep}
-    with pytest.raises(InputError, match="nested more than 100 levels deep"):
-        pack({"a": [[deep]]})
-    deep.append(deep)
-    with pytest.raises(InputError, match="nested more than 100 levels deep"):
-        pack(deep)
+    assert "; save only tensors, numbers" in line
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_copy_is_independent_and_its_memory_is_reused():
-    weight, step = torch.arange(6.0).view(2, 3).T, torch.tensor(1.0)
-    packed = pack({"weight": weight, "tied": weight, "step": step})
-    copy = packed.copied()
+    weight, step, memory = torch.arange(6.0).view(2, 3).T, torch.tensor(1.0), []
+    content = {"weight": weight, "tied": weight, "step": step}
+    found = copied(content, memory)
     weight.zero_()
     step.add_(1)
-    found = unpack(copy)
     assert found["weight"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert found["tied"] is found["weight"]
     assert float(found["step"]) == 1.0
-    addresses = {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}
-    again = packed.copied(copy)
-    assert {name: tensor.data_ptr() for name, tensor in again.tensors.items()} == addresses
-    assert again.tensors["weight"].sum() == 0
+    again = copied(content, memory)
+    assert again["weight"].data_ptr() == found["weight"].data_ptr()
+    assert again["weight"].sum() == 0
     for other in (torch.ones(3), torch.ones(3, 2, dtype=torch.float64)):
-        assert torch.equal(pack({"weight": other}).copied(copy).tensors["weight"], other)
+        assert torch.equal(copied({"weight": other}, memory)["weight"], other)
+    assert plain(content)["weight"].data_ptr() == weight.data_ptr()

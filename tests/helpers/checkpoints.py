@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embeddings.common.checkpoint_file import pack, write_checkpoint
+from embeddings.common.checkpoint_file import write_checkpoint
 
 # The keys that a resumable checkpoint must have.
 RESUMABLE: dict[str, Any] = {
@@ -19,7 +19,7 @@ RESUMABLE: dict[str, Any] = {
 
 def save(content: Any, path: Path, seconds: float | None = None) -> str:
     """Write a checkpoint with a modification time; returns its path."""
-    write_checkpoint(pack(content), path)
+    write_checkpoint(content, path)
     if seconds is not None:
         os.utime(path, (seconds, seconds))
     return str(path)
