@@ -94,8 +94,8 @@ def main() -> None:
         path = Path(folder, "last.ckpt")
         DurableCheckpointIO().save_checkpoint(content, path)
         found, expected = list[torch.Tensor](), list[torch.Tensor]()
-        plain(read_checkpoint(path), lambda tensor: (found.append(tensor), tensor)[1])
-        plain(content, lambda tensor: (expected.append(tensor), tensor)[1])
+        plain(read_checkpoint(path), lambda tensor, _: (found.append(tensor), tensor)[1])
+        plain(content, lambda tensor, _: (expected.append(tensor), tensor)[1])
         if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
             raise RuntimeError("the restored state differs from the saved one: nothing to compare")
         file_bytes, state_bytes = path.stat().st_size, sum(x.nbytes for x in expected)

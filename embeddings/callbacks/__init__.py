@@ -6,10 +6,9 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import StepProgress, Throughput
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_health import RoutingStatistics, RunHealth
-from embeddings.callbacks.run_record import DeviceSettings, RunRecord
+from embeddings.callbacks.run_record import RunRecord
 
 __all__ = [
-    "DeviceSettings",
     "DurableCheckpointIO",
     "ExportLanguageModel",
     "ExportModel",

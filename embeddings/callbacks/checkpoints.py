@@ -207,9 +207,9 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
     is_sharded = training_strategy(trainer.strategy).is_sharded
     if is_sharded:
         trainer.strategy.barrier()
-    if not path or not Path(path).is_file():
+    if not path or not Path(path).exists():
         return trainer.global_step
-    state = trainer.strategy.checkpoint_io.load_checkpoint(path)
+    state = (trainer.strategy if is_sharded else trainer.strategy.checkpoint_io).load_checkpoint(path)
     module.on_load_checkpoint(state)
     if is_sharded:
         trainer.strategy.load_model_state_dict(state)

@@ -13,13 +13,12 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import lightning as L
-import torch
 import yaml
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -364,41 +363,3 @@ def _write_rows(path: Path, names: list[str], rows: list[dict[str, Any]]) -> Non
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
-
-
-Float32Products = Literal["highest", "high"]
-# Environment variables that torch reads when a process first allocates GPU memory; the first one counts.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-class DeviceSettings(Callback):
-    """Sets the precision of float32 matrix products and torch's GPU memory allocator. No effect on a CPU.
-
-    Args:
-        float32_products: `highest` for float32; `high` lets a GPU round the factors to TF32, with 10 bits of mantissa
-            instead of 23. This also affects losses and routers, which otherwise compute in float32. It does not affect
-            what autocast computes in bfloat16.
-        expandable_segments: Whether memory segments can grow in place, which reduces fragmentation by mini-batches of
-            different sizes. Settings in the environment have priority. No effect if the process has used the GPU
-            already, for example to load a backbone in 4 bits.
-    """
-
-    def __init__(self, float32_products: Float32Products = "highest", expandable_segments: bool = False) -> None:
-        if float32_products not in get_args(Float32Products):
-            rule = "must be highest or high"
-            raise OptionError("float32_products", float32_products, rule, "omit it for float32")
-        self.float32_products = float32_products
-        self.expandable_segments = expandable_segments
-        self._before = ""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.float32_products)
-        if self.expandable_segments:
-            name = next((name for name in _ALLOCATOR if os.environ.get(name)), _ALLOCATOR[0])
-            given = os.environ.get(name, "")
-            if "expandable_segments" not in given:
-                os.environ[name] = ",".join([*filter(None, [given]), "expandable_segments:True"])
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        torch.set_float32_matmul_precision(self._before)

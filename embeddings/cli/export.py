@@ -73,7 +73,7 @@ def export(
 
     require_replaceable(output)
     check_licence("licence", licence)
-    if not checkpoint.is_file():
+    if not checkpoint.exists():
         raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
     results = [] if scores is None else read_scores(scores)
     state = read_checkpoint(checkpoint)

@@ -411,7 +411,7 @@ class RunCheck(TrainerCLI):
         exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
         lines += [f"model directory: {callback.output}" for callback in exports]
         path = config.ckpt_path
-        content = peek_checkpoint(path) if path and Path(path).is_file() else {}
+        content = peek_checkpoint(path) if path and Path(path).exists() else {}
         lines.append(f"resume: {path}, step {content.get('global_step', 'unknown')}" if path else "resume: no")
         return [*lines, "no error was found, and nothing was written"]
 

@@ -221,10 +221,8 @@ def check_resumable(
     """Check that training can be resumed from a checkpoint: first its header, then all of its bytes.
 
     With a run's config or global batch size, returns a description of the difference if the checkpoint belongs to
-    another run; its bytes are then not read. DeepSpeed's checkpoints are folders, and are not checked.
+    another run; its bytes are then not read.
     """
-    if path.is_dir():
-        return None
     content = peek_checkpoint(path)
     missing = ", ".join(sorted(_RESUMED - content.keys()))
     if missing:
@@ -271,7 +269,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     with the same config as `run`; any other may start a variant.
     """
     path = Path(checkpoint)
-    if not path.is_file():
+    if not path.exists():
         return None
     content = peek_checkpoint(path)
     folder, step = _run_folder(path, content.get("run")), int(content.get("global_step", 0))
@@ -287,14 +285,14 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
 
 def check_plan(data: Any, checkpoint: str | None) -> None:
     """Refuse a checkpoint file whose data plan differs from the data module's, before any file is written."""
-    if isinstance(data, RunData) and checkpoint is not None and Path(checkpoint).is_file():
+    if isinstance(data, RunData) and checkpoint is not None and Path(checkpoint).exists():
         # The key of the data module's state in Lightning's checkpoints.
         data.expect_state(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
 
 
 def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
     """Refuse a checkpoint with another pooling, before the trainer reports unexpected weights."""
-    if not Path(checkpoint).is_file():
+    if not Path(checkpoint).exists():
         return
     saved = peek_checkpoint(checkpoint).get("run_config")
     before, now = (_pooling(config) for config in (saved, run))

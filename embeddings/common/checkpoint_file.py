@@ -6,8 +6,10 @@ Reading it runs no code: it contains only tensors and plain types. `torch.load(F
 import errno
 import os
 import shutil
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,15 @@ import xxhash
 from torch import Tensor, nn
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import atomic_path, check_disk_space, check_regular, disk_full_message, remove_abandoned
+from embeddings.common.io import (
+    atomic_path,
+    check_disk_space,
+    check_regular,
+    disk_full_message,
+    file_hash,
+    fsync_path,
+    remove_abandoned,
+)
 
 # The comment: this mark, and the checksum of all bytes before the comment as 32 hex digits.
 MARK = b"embeddings checkpoint 2, xxh3_128 "
@@ -26,34 +36,47 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 _MAPPINGS = (dict, OrderedDict, Counter)
 
 
-def plain(value: Any, replace: Callable[[Tensor], Tensor] = Tensor.detach, path: tuple[str, ...] = ()) -> Any:
+Place = tuple[str, ...]
+
+
+def _detached(tensor: Tensor, place: Place) -> Tensor:
+    return tensor.detach()
+
+
+def plain(
+    value: Any,
+    replace: Callable[[Tensor, Place], Tensor] = _detached,
+    place: Place = (),
+    kinds: tuple[type, ...] = (Tensor, nn.Parameter),
+) -> Any:
     """A copy of a checkpoint's content with each tensor replaced; an `InputError` names a value of another type.
 
-    Plain are None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter and tensors, not subclasses.
+    Plain are None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter and `kinds` of tensors, not
+    their subclasses. `replace` gets each tensor and its place in the content.
     """
     kind = type(value)
     if kind in _SCALARS:
         return value
     if kind in (list, tuple):
-        return kind(plain(item, replace, (*path, str(index))) for index, item in enumerate(value))
+        return kind(plain(item, replace, (*place, str(index)), kinds) for index, item in enumerate(value))
     if kind in _MAPPINGS:
-        items = [(key, plain(item, replace, (*path, str(key)))) for key, item in value.items()]
+        items = [(key, plain(item, replace, (*place, str(key)), kinds)) for key, item in value.items()]
         if all(type(key) in (str, int) for key, _ in items):
             return kind(dict(items))
-    if kind in (Tensor, nn.Parameter) and not value.is_meta:
-        return replace(value)
+    if kind in kinds:
+        return replace(value, place)
     what = f"is a {kind.__module__}.{kind.__qualname__}, which is not a plain type"
     if kind in _MAPPINGS:
         what = "has a key that is neither a string nor an integer"
     hint = "save only tensors, numbers, strings, and lists and dicts of them"
-    raise InputError(f"checkpoint[{']['.join(path)}]", what, hint)
+    raise InputError(f"checkpoint[{']['.join(place)}]", what, hint)
 
 
 def copied(content: Any, memory: list[Tensor]) -> Any:
     """A copy of a content with its tensors in main memory, in the tensors of `memory` where shapes and dtypes fit."""
     copies: dict[Hashable, Tensor] = {}
 
-    def copy(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor, place: Place) -> Tensor:
         identity = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
         if identity not in copies:  # tied weights stay one tensor
             index = len(copies)
@@ -97,7 +120,7 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
     """
     path, sizes = Path(path), dict[int, int]()
 
-    def detached(tensor: Tensor) -> Tensor:
+    def detached(tensor: Tensor, place: Place) -> Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()
@@ -108,10 +131,13 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
     needed = sum(sizes.values()) * 1001 // 1000
     check_disk_space(path, needed)
     try:
+        replaced = moved_aside(path, is_folder=False)
         with atomic_path(path) as temporary, open(temporary, "wb") as file:
             checked = _CheckedFile(file)
             torch.save(content, checked)  # type: ignore[arg-type]
             checked.finish()
+        if replaced is not None:
+            shutil.rmtree(replaced)
     except (OSError, RuntimeError) as error:
         # torch raises an error of its own after one of the file.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -124,9 +150,9 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a checkpoint, its tensors in main memory; every byte is checked.
+    """The content of a checkpoint file or folder, its tensors in main memory; every byte is checked.
 
-    An `InputError` refuses a file that is truncated, damaged, or not a checkpoint of this library.
+    An `InputError` refuses a checkpoint that is truncated, damaged, or not of this library.
     """
     return _read(Path(path), "cpu")
 
@@ -141,25 +167,36 @@ def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _read(Path(path), "meta", is_checked=False)
 
 
+_HINT = "use a complete .ckpt file that `fit` wrote"
+
+
 def _read(path: Path, device: str, is_checked: bool = True) -> dict[str, Any]:
+    if not path.is_dir():
+        return _read_file(path, device, is_checked)
+    folder = read_folder(path, device)
+    if is_checked:
+        folder.check()
+    return folder.content if device == "meta" else folder.load(empty_on_cpu, is_alone=True)
+
+
+def _read_file(path: Path, device: str, is_checked: bool = True) -> dict[str, Any]:
     check_regular(path)
-    hint = "use a complete .ckpt file that `fit` wrote"
     with open(path, "rb") as file:
         comment = _comment(file)
         if not comment.startswith(MARK):
-            raise InputError(str(path), "is not a complete checkpoint of this library", hint)
+            raise InputError(str(path), "is not a complete checkpoint of this library", _HINT)
         file.seek(0)
         if is_checked and _checksum(file) != comment[len(MARK) :]:
-            raise InputError(str(path), "is damaged: its bytes are not those that were written", hint)
+            raise InputError(str(path), "is damaged: its bytes are not those that were written", _HINT)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
     except OSError:
         raise
     # A damaged archive may raise many kinds of errors.
     except Exception as error:
-        raise InputError(str(path), "is not a complete checkpoint of this library", hint) from error
+        raise InputError(str(path), "is not a complete checkpoint of this library", _HINT) from error
     if not isinstance(content, dict):
-        raise InputError(str(path), f"contains a {type(content).__name__}, not a dict", hint)
+        raise InputError(str(path), f"contains a {type(content).__name__}, not a dict", _HINT)
     return content
 
 
@@ -180,3 +217,84 @@ def _checksum(file: BufferedReader) -> bytes:
         checksum.update(buffer[:num_bytes])
         left -= num_bytes
     return checksum.hexdigest().encode()
+
+
+def empty_on_cpu(tensor: Tensor, place: Place) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+# The file in a folder of sharded tensors that holds everything else, and names the subfolder of the tensors' parts.
+CONTENT = "content"
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A checkpoint of sharded tensors: each rank wrote its parts with `torch.distributed.checkpoint`.
+
+    Attributes:
+        parts: The subfolder of the parts, in safetensors files.
+        content: The content; a sharded tensor has no data (device `meta`).
+        hashes: The hash of each file in `parts`.
+    """
+
+    parts: Path
+    content: dict[str, Any]
+    hashes: dict[str, str]
+
+    def check(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Check the bytes of every `num_ranks`-th file; an `InputError` names a damaged or missing one."""
+        for name, expected in sorted(self.hashes.items())[rank::num_ranks]:
+            if not (self.parts / name).is_file() or file_hash(self.parts / name) != expected:
+                what = f"is damaged: {self.parts.name}/{name} is missing or not as it was written"
+                raise InputError(str(self.parts.parent), what, _HINT)
+
+    def load(self, like: Callable[[Tensor, Place], Tensor], is_alone: bool) -> dict[str, Any]:
+        """The content with data in its sharded tensors, loaded into those that `like` makes for a tensor's place.
+
+        All ranks take part unless this process is alone.
+        """
+        from torch.distributed import checkpoint as distributed_checkpoint
+
+        targets: dict[str, Tensor] = {}
+
+        def target(tensor: Tensor, place: Place) -> Tensor:
+            if tensor.is_meta:
+                tensor = targets["/".join(place)] = like(tensor, place)
+            return tensor
+
+        content: dict[str, Any] = plain(self.content, target)
+        reader = distributed_checkpoint.HuggingFaceStorageReader(str(self.parts))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            distributed_checkpoint.load(targets, storage_reader=reader, no_dist=is_alone)
+        return content
+
+
+def read_folder(path: Path, device: str = "cpu") -> CheckpointFolder:
+    """A checkpoint folder without the data of its sharded tensors; the bytes of its parts are not checked."""
+    if not (path / CONTENT).exists():
+        raise InputError(str(path), "is not a complete checkpoint of this library", _HINT)
+    stored = _read_file(path / CONTENT, device)
+    return CheckpointFolder(path / stored["parts"], stored["content"], stored["hashes"])
+
+
+def write_folder(
+    path: Path, parts: Path, content: dict[str, Any], hashes: dict[str, str], replaced: Path | None = None
+) -> None:
+    """Complete a checkpoint folder, whose `parts` are on disk: they replace those of an earlier checkpoint."""
+    fsync_path(parts)
+    write_checkpoint({"parts": parts.name, "content": content, "hashes": hashes}, path / CONTENT)
+    for other in path.iterdir():
+        if other.is_dir() and other != parts:
+            shutil.rmtree(other, ignore_errors=True)
+    if replaced is not None:
+        replaced.unlink()
+
+
+def moved_aside(path: Path, is_folder: bool) -> Path | None:
+    """The new name of a checkpoint of the other kind, file or folder, which had this path; None without one."""
+    if not path.exists() or path.is_dir() == is_folder:
+        return None
+    aside = path.with_name(f"{path.stem}-replaced{path.suffix}")
+    os.replace(path, aside)
+    return aside

@@ -31,7 +31,7 @@ _MAKE_AGAIN = "make the output again"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
 
 
-# The options by which a source was read; manifests of older versions lack them.
+# Manifest field: the options by which a source was read.
 SETTINGS = "source_settings"
 # The command that writes a folder, by the kind in its manifest.
 _COMMANDS = {"vectors": "encode", "clusters": "cluster", "pair_index": "cluster --model"}
@@ -391,8 +391,6 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
     if not isinstance(manifest, dict):
         raise InputError(str(path), "is empty or damaged", hint)
     for field, value in expected.items():
-        if field == SETTINGS and field not in manifest:  # a manifest of an older version
-            continue
         if manifest.get(field) != value:
             raise InputError(str(path), _difference(field, manifest.get(field), value), hint)
     if not manifest.keys().isdisjoint((FILES, CHECKSUM)) and manifest.get(CHECKSUM) != _checksum(manifest):

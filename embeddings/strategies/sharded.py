@@ -3,20 +3,24 @@
 Both support plain steps and GradCache. Any strategy can resume their checkpoints.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
+import torch.distributed.checkpoint as distributed_checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
@@ -29,10 +33,12 @@ from embeddings.common import (
     Representations,
     TokenBatch,
 )
+from embeddings.common.checkpoint_file import Place, empty_on_cpu, moved_aside, plain, read_folder, write_folder
 from embeddings.common.distributed import full_shape
+from embeddings.common.io import check_disk_space, file_hash
 from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training.gradcache import GradCache, GradCacheModule
-from embeddings.training.strategy import TrainingStrategy, full_parameters, full_state, make_contiguous, sharded_like
+from embeddings.training.strategy import TrainingStrategy, full_parameters, make_contiguous, sharded_like
 
 
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
@@ -41,8 +47,8 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     The gradient equals DDP's; under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module shards its
     weights in `configure_model` (see `training.strategy.shard`).
 
-    A checkpoint is one file with full tensors, which must fit in rank 0's memory. Any strategy can resume it, on any
-    number of ranks.
+    A checkpoint is a folder to which each rank writes its parts (`torch.distributed.checkpoint`), so the file system
+    must be shared. Any number of ranks and any strategy can resume it, and this strategy can resume any checkpoint.
 
     Args:
         process_group_backend: "nccl", "gloo" …; None for the device's default.
@@ -50,18 +56,22 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     """
 
     is_sharded = equal_mini_batches = True
-    # Rank 0 writes one file, as in Lightning's base class.
-    save_checkpoint, load_checkpoint = Strategy.save_checkpoint, Strategy.load_checkpoint
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
+    # Collectives of an asynchronous write, which must not mix with those of training.
+    _writers: dist.ProcessGroup | None = None
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = TIMEOUT) -> None:
         options: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, **options)
+        super().__init__(tensor_parallel_size=1, **options)
 
     def setup_environment(self) -> None:
         """Start the ranks' communication; all ranks are in the data-parallel dimension."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()
 
     def full_weights(self) -> AbstractContextManager[None]:
         assert self.model is not None
@@ -69,8 +79,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        state: dict[str, Any] = full_state(self.model.state_dict(), keep=self.is_global_zero)
-        return state
+        return self.model.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None
@@ -78,14 +87,80 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         self.model.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        state: dict[str, Any] = full_state(optimizer.state_dict(), keep=self.is_global_zero)
-        return state
+        return optimizer.state_dict()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_sharded_optimizer_state(optimizer, state))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder: each rank its parts of the sharded tensors, rank 0 everything else."""
+        writer: Any = self.checkpoint_io
+        writer.wait()
+        path = Path(self.broadcast(filepath))
+        shards: dict[str, Tensor] = {}
+
+        def separate(tensor: Tensor, place: Place) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor.detach().cpu().clone() if writer.asynchronous else tensor.detach()
+            shards["/".join(place)] = tensor.detach()
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+        content = plain(checkpoint, separate, kinds=(Tensor, nn.Parameter, DTensor))
+        check_disk_space(path, sum(tensor.numel() * tensor.itemsize for tensor in shards.values()))
+        parts = path / self.broadcast(f"parts-{uuid4().hex}")
+        replaced = moved_aside(path, is_folder=True) if self.is_global_zero else None
+        self.barrier()
+        storage = distributed_checkpoint.HuggingFaceStorageWriter(str(parts), save_distributed=True)
+        if not writer.asynchronous:
+            distributed_checkpoint.save(shards, storage_writer=storage)
+            self._complete(path, parts, content, replaced)
+            return
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo")
+        future: Any = distributed_checkpoint.async_save(shards, storage_writer=storage, process_group=self._writers)
+
+        def complete() -> None:
+            future.result()
+            self._complete(path, parts, content, replaced)
+
+        writer.start(complete)
+
+    def _complete(self, path: Path, parts: Path, content: Any, replaced: Path | None) -> None:
+        """Hash the parts, and let rank 0 complete the folder."""
+        mine = {file.name: file_hash(file) for file in sorted(parts.iterdir())[self.global_rank :: self.world_size]}
+        hashes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(hashes, mine, self._writers)
+        writer: Any = self.checkpoint_io
+        writer.written.add(os.path.abspath(path))
+        if self.is_global_zero:
+            all_hashes = {name: value for of_rank in hashes for name, value in of_rank.items()}
+            write_folder(path, parts, content, all_hashes, replaced)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The content of a checkpoint; each rank reads its parts of a folder's sharded tensors."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_dir():
+            return self.checkpoint_io.load_checkpoint(path)
+        folder = read_folder(path)
+        folder.check(self.global_rank, self.world_size)
+        assert self.model is not None
+        weights: dict[str, Tensor] = self.model.state_dict()
+        parameters = [
+            [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in self.optimizers
+        ]
+
+        def like(tensor: Tensor, place: Place) -> Tensor:
+            """An empty tensor, sharded like the weight that it belongs to."""
+            weight = weights.get(place[1]) if place[0] == "state_dict" else None
+            if place[0] == "optimizer_states":
+                weight = parameters[int(place[1])][int(place[3])].detach()
+            if isinstance(weight, DTensor) and weight.shape == tensor.shape:
+                return torch.empty_like(weight, dtype=tensor.dtype)
+            return empty_on_cpu(tensor, place)
+
+        return folder.load(like, is_alone=False)
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> StateDict:

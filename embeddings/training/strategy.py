@@ -153,7 +153,7 @@ def sharded_like(full: Any, sharded: Any) -> Any:
     """Shard full tensors, equal on all ranks, like those of another state dict; this needs no communication."""
     if isinstance(full, dict):
         return {key: sharded_like(value, sharded.get(key)) for key, value in full.items()}
-    if isinstance(sharded, DTensor):
+    if isinstance(sharded, DTensor) and not isinstance(full, DTensor):
         tensor = full.to(sharded.device, sharded.dtype)
         return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
     return full

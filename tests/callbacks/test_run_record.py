@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import os
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +17,11 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
-from embeddings.callbacks import DeviceSettings, DurableCheckpointIO, run_record
+from embeddings.callbacks import DurableCheckpointIO, run_record
 from embeddings.callbacks.run_record import LOCK_FILE, ResumedRun, RunLogger, RunRecord, keep_metrics, run_logger
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.common import OptionError, PreemptedError
+from embeddings.common import PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import cpu_name
@@ -356,43 +355,3 @@ def test_rows_are_on_disk_before_a_checkpoint_is_written(tmp_path, monkeypatch):
     run_trainer(["fit", "--config", write_config(tmp_path, config)])
     # The row of a step is logged after its checkpoint.
     assert seen == [[], [1], [2], [3]]
-
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-@pytest.fixture
-def allocator(monkeypatch):
-    for name in ALLOCATOR:
-        monkeypatch.setenv(name, "")
-
-
-@pytest.mark.usefixtures("allocator")
-def test_the_precision_is_set_for_the_run_and_restored_afterwards(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
-    config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [component("DeviceSettings", float32_products="high", expandable_segments=True)]
-    fit(tmp_path, config)
-    assert seen == ["high", "highest"]
-    with pytest.raises(OptionError, match="float32_products must be highest or high, got 'tf32'"):
-        DeviceSettings("tf32")
-
-
-@pytest.mark.usefixtures("allocator")
-@pytest.mark.parametrize(
-    ("expandable", "before", "expected"),
-    [
-        (True, ("", ""), ("expandable_segments:True", "")),
-        (True, ("", "max_split_size_mb:64"), ("", "max_split_size_mb:64,expandable_segments:True")),
-        (True, ("expandable_segments:False", ""), ("expandable_segments:False", "")),
-        (False, ("", ""), ("", "")),
-    ],
-)
-def test_settings_of_the_allocator_in_the_environment_have_priority(expandable, before, expected, monkeypatch):
-    for name, value in zip(ALLOCATOR, before, strict=True):
-        monkeypatch.setenv(name, value)
-    settings = DeviceSettings(expandable_segments=expandable)
-    settings.setup(None, None, "fit")
-    settings.teardown(None, None, "fit")
-    assert tuple(os.environ[name] for name in ALLOCATOR) == expected

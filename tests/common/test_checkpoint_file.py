@@ -242,7 +242,6 @@ class Colour(enum.IntEnum):
         (torch.float32, "torch.dtype"),
         (collections.defaultdict(list), "defaultdict"),
         (nn.Linear, "builtins.type"),
-        (torch.empty(2, device="meta"), "torch.Tensor"),
         ({(1, 2): 3}, "has a key"),
     ],
 )

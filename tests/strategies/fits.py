@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from embeddings.callbacks import GradCacheCallback
+from embeddings.callbacks.checkpoints import make_checkpoints_durable
 from embeddings.common import ContrastiveBatch, TokenBatch
 from embeddings.common.types import Prediction, take_texts
 from embeddings.losses import InfoNCE
@@ -132,6 +133,7 @@ def train(
     module = make().train()
     options |= {"devices": devices, "strategy": strategy, "max_steps": steps, "use_distributed_sampler": False}
     trainer = quiet_trainer(**options)
+    make_checkpoints_durable(trainer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You defined a `validation_step`")
         trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=start)
