@@ -10,16 +10,16 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -169,9 +169,8 @@ class JobFolder:
                     write_manifest(self.folder, {**self.fields, **defaults, "complete": False})
                     (self.folder / ".lock").unlink(missing_ok=True)
         recorded = check_manifest(self.folder, {})
-        # Another process may have been first, with other fields; manifests of older versions lack `num_shards`.
-        expected = {name: value for name, value in self.fields.items() if name != "num_shards" or name in recorded}
-        check_manifest(self.folder, expected)
+        # Another process may have been first, with other fields.
+        check_manifest(self.folder, self.fields)
         self.fields |= {name: recorded.get(name, value) for name, value in defaults.items()}
 
     @property
@@ -388,110 +387,96 @@ def spread(
             that can is raised unchanged.
         RuntimeError: If a process had any other error; the message contains its traceback.
     """
-    with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
-        # Terminate all before waiting for the first.
-        for worker in workers:
-            stack.callback(worker.terminate)
-        yield from _exchange(workers, iter(items))
+    context = get_context("spawn")
+    pools = {name: ProcessPoolExecutor(1, context, _begin, (make,)) for name, make in makers.items()}
+    processes: dict[str, Any] = {}
+    pending: dict[Future[Result], str] = {}
+    source, failure = iter(items), list[Exception]()
 
+    def died(name: str) -> WorkerError:
+        processes[name].join(_TERMINATION_SECONDS)
+        return WorkerError(f"the process of {name} {exit_description(processes[name].exitcode or 0)}; {_RESULTS_KEPT}")
 
-def _exchange(workers: "list[_Worker[Item, Result]]", source: Iterator[Item]) -> Iterator[Result]:
-    failure: Exception | None = None
-    more = True
-    while True:
-        while more and failure is None:
-            free = min(workers, key=lambda worker: worker.num_items)
-            if free.num_items == _MAX_ITEMS:
-                break
-            try:
-                free.send(next(source))
-            except StopIteration:
-                more = False
-        busy = {worker.connection: worker for worker in workers if worker.num_items}
-        if not busy:
-            break
-        for connection in wait(list(busy)):
-            try:
-                result = busy[connection].receive()  # type: ignore[index]
-            except Exception as error:
-                failure, busy[connection].num_items = failure or error, 0  # type: ignore[index]
-            else:
-                yield result
-    if failure is not None:
-        raise failure
-
-
-class _Worker(Generic[Item, Result]):
-    """A worker process and its connection; as a context manager it ends the process."""
-
-    def __init__(self, name: str, make: Callable[[], Callable[[Item], Result]]) -> None:
-        self.name, self.num_items = name, 0
-        self.connection, remote = (context := get_context("spawn")).Pipe()
-        self._process = context.Process(target=_serve, args=(remote, name, make), daemon=True)
-        # Ctrl-C reaches all processes of a terminal, but this process decides when the workers end. Python's resource
-        # tracker, which starts with the first worker, would unblock the signal again.
-        resource_tracker.ensure_running()
-        with block_signals((signal.SIGINT,)):
-            self._process.start()
-        # Only the worker has its end open now, so its death closes the connection.
-        remote.close()
-
-    def __enter__(self) -> "_Worker[Item, Result]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.terminate()
-        self._process.join(_TERMINATION_SECONDS)
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def send(self, item: Item) -> None:
-        """Send an item; `receive` reports a dead process."""
-        self.num_items += 1
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send_bytes(pickle.dumps(item))
-
-    def receive(self) -> Result:
-        """The next result; an error of the worker is raised, and no result follows it."""
-        try:
-            result, error = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            raise WorkerError(f"the process of {self.name} {self._exit_description()}; {_RESULTS_KEPT}") from None
-        if error is not None:
-            raise error
-        self.num_items -= 1
-        return result  # type: ignore[no-any-return]
-
-    def _exit_description(self) -> str:
-        self._process.join(_TERMINATION_SECONDS)
-        return exit_description(self._process.exitcode or 0)
-
-
-def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any], Any]]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    items: SimpleQueue[bytes] = SimpleQueue()
-    Thread(target=_read, args=(connection, items), daemon=True).start()
+    # Ctrl-C reaches all processes of a terminal, but this process decides when the workers end. Python's resource
+    # tracker, which starts with the first worker, would unblock the signal again.
+    resource_tracker.ensure_running()
     try:
-        work = make()
-        # `make` writes no files, and an import may ignore the exit, so until here SIGTERM ends the process at once.
-        signal.signal(signal.SIGTERM, _exit)
-        while True:
-            connection.send_bytes(pickle.dumps((work(pickle.loads(items.get())), None)))
-    except (BrokenPipeError, ConnectionResetError):
-        return
-    except Exception as error:
-        reported: Exception = error
-        if not isinstance(error, (UserError, NumericError, OSError)):
-            reported = RuntimeError(f"the process of {name} failed:\n{traceback.format_exc()}")
-        elif not _survives_pickling(error):
-            reported = WorkerError(f"the process of {name} raised {type(error).__name__}: {error}; {_RESULTS_KEPT}")
-        with suppress(BrokenPipeError, ConnectionResetError):
-            connection.send_bytes(pickle.dumps((None, reported)))
+        more = True
+        while more or pending:
+            while more and not failure:
+                counts = Counter(pending.values())
+                name = min(pools, key=counts.__getitem__)
+                if counts[name] == _MAX_ITEMS:
+                    break
+                try:
+                    item = next(source)
+                except StopIteration:
+                    more = False
+                    break
+                try:
+                    with block_signals((signal.SIGINT,)):
+                        pending[pools[name].submit(_serve, name, item)] = name
+                except BrokenExecutor:
+                    failure.append(died(name))
+                for process in dict(pools[name]._processes or {}).values():
+                    processes[name] = process
+            more = more and not failure
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                name = pending.pop(future)
+                try:
+                    result = future.result()
+                except BrokenExecutor:
+                    failure.append(died(name))
+                except Exception as error:
+                    failure.append(error)
+                else:
+                    yield result
+        if failure:
+            raise failure[0]
+    finally:
+        # Terminate all before waiting for the first.
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.join(_TERMINATION_SECONDS)
+            process.kill()
+        for pool in pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+# In a worker process: the factory of its work function, and that function once it is made.
+_worker: list[Any] = []
+
+
+def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker[:] = [make]
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _serve(name: str, item: Any) -> Any:
+    try:
+        if len(_worker) == 1:
+            _worker.append(_worker[0]())
+            # The factory writes no files, and an import may ignore the exit, so until here SIGTERM ends at once.
+            signal.signal(signal.SIGTERM, _exit)
+        return _worker[1](item)
+    except SystemExit as error:
+        os._exit(int(error.code or 0))  # the executor would go on
+    except (UserError, NumericError, OSError) as error:
+        if _survives_pickling(error):
+            raise
+        what = f"the process of {name} raised {type(error).__name__}: {error}; {_RESULTS_KEPT}"
+        raise WorkerError(what) from None
+    except Exception:
+        raise RuntimeError(f"the process of {name} failed:\n{traceback.format_exc()}") from None
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -506,13 +491,3 @@ def _survives_pickling(error: Exception) -> bool:
         return str(pickle.loads(pickle.dumps(error))) == str(error)
     except Exception:
         return False
-
-
-def _read(connection: Connection, items: "SimpleQueue[bytes]") -> None:
-    """Read items as they arrive, so that neither side blocks on a full pipe."""
-    try:
-        while True:
-            items.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        # The parent process is dead.
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -126,8 +126,8 @@ def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     full: dict[Any, nn.Parameter] = {}
     for _, _, value in sharded:
         if value not in full:
-            tensor = full_state(value.detach(), keep)
-            full[value] = nn.Parameter(tensor, value.requires_grad) if keep else value
+            tensor = value.detach().full_tensor()
+            full[value] = nn.Parameter(tensor.cpu(), value.requires_grad) if keep else value
     try:
         for part, name, value in sharded:
             part._parameters[name] = full[value]
@@ -135,18 +135,6 @@ def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     finally:
         for part, name, value in sharded:
             part._parameters[name] = value
-
-
-def full_state(state: Any, keep: bool) -> Any:
-    """Gather every sharded tensor of a nested state dict into CPU memory; all tensors are None if `keep` is false."""
-    if isinstance(state, Tensor):
-        full = state.full_tensor() if isinstance(state, DTensor) else state
-        return full.detach().cpu() if keep else None
-    if isinstance(state, dict):
-        return {key: full_state(value, keep) for key, value in state.items()}
-    if isinstance(state, list):
-        return [full_state(value, keep) for value in state]
-    return state
 
 
 def sharded_like(full: Any, sharded: Any) -> Any:

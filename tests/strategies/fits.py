@@ -15,6 +15,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from embeddings.callbacks import GradCacheCallback
@@ -34,7 +35,6 @@ from embeddings.modules import (
 )
 from embeddings.strategies import ZeroStrategy
 from embeddings.training.optim import Schedule
-from embeddings.training.strategy import full_state
 from tests.helpers.contrastive import batch_of, random_records
 from tests.helpers.runs import backbone_folder, quiet_trainer
 from tests.models.language_models import language_model_folder
@@ -140,8 +140,8 @@ def train(
     if output is not None:
         trainer.save_checkpoint(output)
     with trainer.strategy.full_weights() if isinstance(trainer.strategy, ZeroStrategy) else nullcontext():
-        state: State = full_state({name: value.detach() for name, value in module.named_parameters()}, keep=True)
-        return {name: value.clone() for name, value in state.items()}
+        weights = {name: value.detach() for name, value in module.named_parameters()}
+        return {name: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for name, w in weights.items()}
 
 
 def relative_error(actual: State, expected: State, start: State) -> float:

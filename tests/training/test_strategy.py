@@ -18,7 +18,6 @@ from embeddings.strategies import FSDP2Strategy
 from embeddings.training.strategy import (
     TrainingStrategy,
     full_parameters,
-    full_state,
     shard,
     sharded_like,
     training_strategy,
@@ -83,17 +82,14 @@ def test_full_parameters_replace_sharded_ones_and_stay_tied(keep: bool, mesh: De
     assert dict(module.named_parameters()) == before
 
 
-def test_a_state_is_gathered_and_sharded_again(mesh: DeviceMesh) -> None:
+def test_a_full_state_is_sharded_again(mesh: DeviceMesh) -> None:
     module = tied()
     shard(module, mesh)
-    state = {"weights": module.state_dict(), "rate": 0.5, "list": [torch.ones(2)]}
-    whole = full_state(state, keep=True)
-    assert whole["rate"] == 0.5
-    assert not any(isinstance(value, DTensor) for value in whole["weights"].values())
-    assert full_state(state, keep=False)["weights"].keys() == state["weights"].keys()
-    assert set(full_state(state, keep=False)["weights"].values()) == {None}
-    again = sharded_like(whole["weights"], state["weights"])
-    assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole["weights"].items())
+    state = module.state_dict()
+    whole = {name: value.full_tensor() for name, value in state.items()}
+    again = sharded_like(whole, state)
+    assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole.items())
+    assert sharded_like(state, state) == state
 
 
 def test_matrices_are_gathered_in_the_autocast_dtype_but_norms_and_routers_in_float32(mesh: DeviceMesh) -> None:
