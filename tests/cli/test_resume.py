@@ -30,8 +30,8 @@ def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
     (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
     assert find_latest_checkpoint(tmp_path) == newest
     assert find_latest_checkpoint(f"{tmp_path}/a/../a/") == newest
-    (tmp_path / "step=4.ckpt").mkdir()
-    assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step=4.ckpt")
+    (tmp_path / "step=4.ckpt" / "parts-of-a-killed-run").mkdir(parents=True)
+    assert find_latest_checkpoint(tmp_path) == newest
 
 
 def test_an_unusable_checkpoint_is_skipped_with_a_line(tmp_path, capsys, monkeypatch):
