@@ -182,8 +182,9 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     for folder in {str(callback.dirpath or logger_folder or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
             own = Path(resumed or "")
-            is_there = own.is_file() and own.resolve().parent == Path(folder).resolve()
-            check_disk_space(folder, needed, own.stat().st_size if is_there else 0)
+            is_there = resumed is not None and own.exists() and own.resolve().parent == Path(folder).resolve()
+            files = [own, *own.rglob("*")] if is_there else []
+            check_disk_space(folder, needed, sum(path.stat().st_size for path in files if path.is_file()))
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
