@@ -253,7 +253,8 @@ class CheckpointFolder:
 
         All ranks take part unless this process is alone.
         """
-        from torch.distributed import checkpoint as distributed_checkpoint
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         targets: dict[str, Tensor] = {}
 
@@ -263,10 +264,10 @@ class CheckpointFolder:
             return tensor
 
         content: dict[str, Any] = plain(self.content, target)
-        reader = distributed_checkpoint.HuggingFaceStorageReader(str(self.parts))
+        reader = HuggingFaceStorageReader(str(self.parts))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            distributed_checkpoint.load(targets, storage_reader=reader, no_dist=is_alone)
+            load(targets, storage_reader=reader, no_dist=is_alone)
         return content
 
 

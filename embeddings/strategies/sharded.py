@@ -15,11 +15,12 @@ from uuid import uuid4
 import lightning as L
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as distributed_checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
@@ -30,6 +31,7 @@ from embeddings.common import (
     ContrastiveStep,
     LossOutput,
     NumericError,
+    OptionError,
     Representations,
     TokenBatch,
 )
@@ -39,6 +41,8 @@ from embeddings.common.io import check_disk_space, file_hash
 from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training.gradcache import GradCache, GradCacheModule
 from embeddings.training.strategy import TrainingStrategy, full_parameters, make_contiguous, sharded_like
+
+_WRITER = "use embeddings.Trainer, or add embeddings.callbacks.DurableCheckpointIO"
 
 
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
@@ -96,6 +100,10 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder: each rank its parts of the sharded tensors, rank 0 everything else."""
         writer: Any = self.checkpoint_io
+        if not hasattr(writer, "written"):
+            raise OptionError("plugins", type(writer).__name__, "cannot write sharded weights", _WRITER)
+        if "://" in str(filepath):
+            raise OptionError("dirpath", str(filepath), "must be on a disk of all ranks", "name a local folder")
         writer.wait()
         path = Path(self.broadcast(filepath))
         shards: dict[str, Tensor] = {}
@@ -111,14 +119,14 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         parts = path / self.broadcast(f"parts-{uuid4().hex}")
         replaced = moved_aside(path, is_folder=True) if self.is_global_zero else None
         self.barrier()
-        storage = distributed_checkpoint.HuggingFaceStorageWriter(str(parts), save_distributed=True)
+        storage = HuggingFaceStorageWriter(str(parts), save_distributed=True)
         if not writer.asynchronous:
-            distributed_checkpoint.save(shards, storage_writer=storage)
+            save(shards, storage_writer=storage)
             self._complete(path, parts, content, replaced)
             return
         if self._writers is None:
-            self._writers = dist.new_group(backend="gloo")
-        future: Any = distributed_checkpoint.async_save(shards, storage_writer=storage, process_group=self._writers)
+            self._writers = dist.new_group(timeout=TIMEOUT, backend="gloo")
+        future: Any = async_save(shards, storage_writer=storage, process_group=self._writers)
 
         def complete() -> None:
             future.result()
