@@ -260,10 +260,12 @@ class Embedder(nn.Module):
         """
         own_pooling_source(self.pooling)
         fix = "write what differs as a pooling; see docs/extending.md"
-        is_ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
-        if not is_ours and "save_pretrained" not in vars(type(self)):
+        # FSDP2 makes a class of its own in torch.
+        kind = next(each for each in type(self).__mro__ if not each.__module__.startswith("torch."))
+        is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+        if not is_ours and "save_pretrained" not in vars(kind):
             rule = "cannot be written into a model directory: it does not define save_pretrained"
-            raise OptionError("embedder", type(self).__name__, rule, fix)
+            raise OptionError("embedder", kind.__name__, rule, fix)
         head: Any = self.head
         if not isinstance(head, nn.Linear | None):
             rule = "cannot be written into a model directory: the head must be a torch.nn.Linear"
