@@ -12,8 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import CHECKED, check_manifest, check_vectors, text_hash
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, require_shard_size, save_array
+from embeddings.common.io import CHECKED, check_manifest, check_vectors, file_lock, text_hash
+from embeddings.common.jobs import (
+    ArrayTask,
+    ShardedJob,
+    load_shard,
+    progress_bar,
+    require_shard_size,
+    save_array,
+    write_array,
+)
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
@@ -119,18 +127,22 @@ class EncodedFolder:
         identity = {name: fields.get(name) for name in ("corpus_sha256", "columns", "mini_batch_tokens")}
         return cls(vectors, identity)
 
-    def find(self, hash_N: Int64s, work: Path) -> Int64s:
+    def find(self, hash_N: Int64s, rows_path: Path) -> Int64s:
         """The row of each text's vector in the folder, by the text's hash; -1 if it is not there, (N,) int64.
 
-        The rows are stored in the folder `work`; one process computes them.
+        The rows are stored in `rows_path`; a lock lets one process compute them.
         """
-        job = ShardedJob(work, {"kind": "rows of texts", **self.identity}, 1, stem="rows")
-        job.run(lambda _, path: _write_rows(self.vectors, hash_N, path))
-        row_N: Int64s = load_shard(job.path(0), mapped=True)
+        lock = rows_path.with_name(f".{rows_path.name}.lock")
+        if not rows_path.exists():
+            with file_lock(lock):
+                if not rows_path.exists():
+                    _write_rows(self.vectors, hash_N, rows_path)
+                lock.unlink(missing_ok=True)
+        row_N: Int64s = load_shard(rows_path, mapped=True)
         return row_N
 
 
-def _write_rows(folder: VectorFolder, hash_N: Int64s, path: Path) -> None:
+def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
     """Write the row of each text's vector in the folder, for repeated texts the first; an error if there is none."""
     shards = (folder.documents(folder.shards.rows(shard)) for shard in range(folder.num_shards))
     stored = array("q", (text_hash(document.text) for shard in shards for document in shard))
@@ -139,7 +151,7 @@ def _write_rows(folder: VectorFolder, hash_N: Int64s, path: Path) -> None:
     if not num_found:
         what = f"contains none of the {len(hash_N)} texts"
         raise InputError(str(folder.path), what, "name a folder of these texts, or leave the option out")
-    save_array(path, row_N)
+    write_array(rows_path, row_N)
     logger.info("%s has the vectors of %d of %d texts", folder.path, num_found, len(hash_N))
 
 
@@ -249,7 +261,7 @@ def _encode_side(
     stored_row_N = None
     if side.encoded is not None:
         hash_N = index.query_hashes if side.role == "query" else index.document_hashes
-        stored_row_N = side.encoded.find(hash_N, shards.folder.with_name(f"{shards.folder.name}.encoded"))
+        stored_row_N = side.encoded.find(hash_N, shards.folder / "encoded_rows.npy")
 
     def texts(shard: int) -> _ShardTexts:
         """The existing vectors of a shard, and the texts that must be encoded."""
