@@ -138,7 +138,7 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     assert content(tmp_path / "out") == before
 
 
-def test_a_folder_of_an_older_version_without_a_format_is_float32_and_is_not_changed(corpus, encoder, tmp_path):
+def test_a_folder_of_an_unknown_format_is_refused(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out")
     path = tmp_path / "out" / "manifest.json"
     assert json.loads(path.read_text())["vector_format"] == "float32"
