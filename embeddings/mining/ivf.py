@@ -257,9 +257,11 @@ def build_index(
     for vector_ND in _with_progress(folder, "adding vectors"):
         lists.add(np.ascontiguousarray(vector_ND))
     # The old manifest is removed once the new file is complete, and before it replaces the old one.
-    with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
+    with atomic_path(path) as temporary:
         write_lists(lists, temporary)
         output_hash = file_hash(temporary)
+        fsync_path(temporary)
+        manifest.unlink(missing_ok=True)
     fields = {
         "kind": "ivf index",
         "vectors_xxh3_128": file_hash(folder.path / MANIFEST),
