@@ -20,34 +20,27 @@ is the mean over its data sets, and the last column the mean over all data sets.
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-import pyarrow.parquet as pq
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetNotFoundError
-from mteb import TaskResult
+from datasets import load_dataset
 from mteb.abstasks import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
+from mteb.models.search_wrappers import SearchEncoderWrapper
 
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import atomic_path
-from embeddings.common.text import GivenPrompt, format_table, one_line
-from embeddings.evaluation.folders import Qrels, retrieval_metrics, trec_order
-from embeddings.evaluation.mteb_tasks import TaskEncoder
-from embeddings.inference.context import choose_context
-from embeddings.inference.search import TopK, search_top_k
-from embeddings.inference.vector_folder import encode_corpus
+from embeddings.common.io import atomic_path, write_text
+from embeddings.common.text import format_table
+from embeddings.evaluation.mteb_tasks import TEXTS_PER_BATCH, ContextualTaskEncoder, TaskEncoder
 
 PREFIX = "air-bench"
 MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
 # Documents per query in a submission.
 SUBMITTED = 1000
-_CUTOFFS = (10, 100)
 _CHANGED = "check its page for changes of the benchmark, or delete the cached copy and load it again"
 _METRICS = {"ndcg_at_10": "nDCG@10 x 100", "recall_at_10": "Recall@10 x 100"}
 
@@ -158,10 +151,7 @@ def _task(data: AirBenchSet) -> "AirBenchTask":
 
 
 class AirBenchTask(AbsTaskRetrieval):
-    """A data set as a task, whose results have the format of mteb.
-
-    Once loaded, `dataset` has `corpus`, `queries`, `document_ids`, `query_ids` and `qrels`, None for private labels.
-    """
+    """A data set as a task of mteb; without public labels it can be searched, but not scored."""
 
     data: ClassVar[AirBenchSet]
     dataset: Any
@@ -170,26 +160,42 @@ class AirBenchTask(AbsTaskRetrieval):
         """Load corpus, queries and labels from the cache or the Hub; an `InputError` if one is invalid."""
         if self.data_loaded:
             return
-        loaded = {name: _load(self.data, *split, num_proc) for name, split in self.data.splits().items()}
-        ids = {name: [*map(str, _column(loaded[name], "id"))] for name in ("queries", "corpus")}
+        where = f"{self.data.repository}, {self.data.config}"
+        loaded = {}
+        for name, (repository, split, columns) in self.data.splits().items():
+            rows = load_dataset(repository, self.data.config, split=split, num_proc=num_proc)
+            missing = [column for column in columns if column not in rows.column_names]
+            if missing:
+                what = f"split {split} has no column {missing[0]} (found: {', '.join(rows.column_names)})"
+                raise InputError(where, what, _CHANGED)
+            loaded[name] = rows.select_columns(list(columns))
+        ids = {name: loaded[name]["id"][:] for name in ("queries", "corpus")}
         for name, values in ids.items():
             if len(set(values)) < len(values):
-                where = f"{self.data.repository}, {self.data.config}"
                 raise InputError(where, f"an id of the {name} occurs twice", _CHANGED)
-        qrels = _qrels(self.data, loaded["qrels"], ids["queries"], ids["corpus"]) if self.data.has_labels else None
-        self.dataset = loaded | {"qrels": qrels, "query_ids": ids["queries"], "document_ids": ids["corpus"]}
+        relevant: dict[str, dict[str, int]] = defaultdict(dict)
+        if self.data.has_labels:
+            known = {"qid": set(ids["queries"]), "docid": set(ids["corpus"])}
+            for row in loaded["qrels"]:
+                unknown = next((name for name, values in known.items() if row[name] not in values), None)
+                if unknown is not None:
+                    raise InputError(where, f"a label names the unknown {unknown} {shown(row[unknown])}", _CHANGED)
+                relevant[row["qid"]][row["docid"]] = int(row["relevance"])
+            if not any(grade > 0 for grades in relevant.values() for grade in grades.values()):
+                raise InputError(where, "no document is relevant to any query", _CHANGED)
+        split = {"corpus": loaded["corpus"], "queries": loaded["queries"], "relevant_docs": dict(relevant)}
+        self.dataset = {"default": {self.data.split: split | {"top_ranked": None}}}
         self.data_loaded = True
 
-    def result(self, best: TopK, seconds: float) -> TaskResult:
-        """The scores of a search with all queries, for public labels."""
-        scores = retrieval_metrics(best.index_QK, self.dataset["qrels"], _CUTOFFS)
-        counts = {"num_queries": scores.num_queries, "num_documents": len(self.dataset["document_ids"])}
-        row: Any = {"main_score": scores.metrics[self.metadata.main_score], **scores.metrics, **counts}
-        return TaskResult.from_task_results(self, {self.data.split: {"default": row}}, seconds)
-
-    def write_searches(self, path: Path, model: str, best: TopK) -> None:
-        """Write a search with all queries in the format of the leaderboard, one query at a time."""
-        data, ids = self.data, self.dataset["document_ids"]
+    def write_searches(self, path: Path, model: str, adapted: TaskEncoder) -> None:
+        """Search the corpus with all queries, and write the results in the format of the leaderboard."""
+        data, split = self.data, self.dataset["default"][self.data.split]
+        searcher = adapted if isinstance(adapted, ContextualTaskEncoder) else SearchEncoderWrapper(adapted)
+        encoding = {"batch_size": TEXTS_PER_BATCH, "show_progress_bar": False}
+        shared: Any = {"task_metadata": self.metadata, "hf_split": data.split, "hf_subset": "default"}
+        shared["encode_kwargs"] = encoding
+        searcher.index(split["corpus"], **shared)
+        found = searcher.search(split["queries"], top_k=SUBMITTED, **shared)
         fields = {
             "model_name": model,
             "reranker_name": "NoReranker",
@@ -199,82 +205,11 @@ class AirBenchTask(AbsTaskRetrieval):
             "language": data.language,
             "dataset_name": data.dataset,
             "split": data.split,
+            "search_results": {
+                query: dict(sorted(scores.items(), key=lambda pair: -pair[1])) for query, scores in found.items()
+            },
         }
-        with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(fields, indent=4).removesuffix("\n}") + ',\n    "search_results": {')
-            for number, query in enumerate(self.dataset["query_ids"]):
-                pairs = zip(best.index_QK[number].tolist(), best.score_QK[number].tolist(), strict=True)
-                ranked = {ids[row]: score for row, score in pairs}
-                file.write(f"{',' if number else ''}\n        {json.dumps(query)}: {json.dumps(ranked)}")
-            file.write("\n    }\n}\n")
-
-
-def _load(data: AirBenchSet, repository: str, split: str, columns: Sequence[str], num_proc: int | None) -> Dataset:
-    where = f"{repository}, {data.config}"
-    try:
-        rows = load_dataset(repository, data.config, split=split, num_proc=num_proc)
-    except DatasetNotFoundError as error:
-        hint = "ask for access on its page and log in (hf auth login)"
-        raise InputError(where, one_line(str(error), 200).rstrip("."), hint) from error
-    # Raised for a missing config and for a missing split.
-    except ValueError as error:
-        raise InputError(where, f"has no split {split} ({one_line(str(error), 120)})", _CHANGED) from error
-    missing = [name for name in columns if name not in rows.column_names]
-    if missing:
-        what = f"split {split} has no column {missing[0]} (found: {', '.join(rows.column_names)})"
-        raise InputError(where, what, _CHANGED)
-    return rows
-
-
-def _column(rows: Dataset, name: str) -> list[Any]:
-    """The values of one column only: the texts of a corpus may not fit in memory."""
-    values: list[Any] = rows.select_columns([name])[:][name]
-    return values
-
-
-def _qrels(data: AirBenchSet, labels: Dataset, query_ids: Sequence[str], document_ids: Sequence[str]) -> Qrels:
-    where, rows = f"{data.splits()['qrels'][0]}, {data.config}", []
-    for name, ids in (("qid", query_ids), ("docid", document_ids)):
-        row_of = {identifier: row for row, identifier in enumerate(ids)}
-        judged = [*map(str, _column(labels, name))]
-        unknown = next((identifier for identifier in judged if identifier not in row_of), None)
-        if unknown is not None:
-            raise InputError(where, f"a label names the unknown {name} {shown(unknown)}", _CHANGED)
-        rows.append(np.array([row_of[identifier] for identifier in judged], dtype=np.int64))
-    query_J, document_J = rows
-    grade_J = np.array(_column(labels, "relevance"), dtype=np.float64)
-    if not (grade_J > 0).any():
-        raise InputError(where, "no document is relevant to any query", _CHANGED)
-    # Pairs must be unique.
-    _, first_J = np.unique(query_J * len(document_ids) + document_J, return_index=True)
-    return Qrels(query_J[first_J], document_J[first_J], grade_J[first_J], len(query_ids), len(document_ids))
-
-
-def search_set(
-    adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], folder: Path, context: tuple[int, int] | None
-) -> Iterator[tuple[int, TopK]]:
-    """Yield each width, and the documents of a loaded data set with the largest scores for each query.
-
-    The corpus is encoded once for all widths into `folder`, which the caller removes; after a kill the same call
-    resumes at the first missing shard. Disk: the texts twice, and 4 bytes per document and dimension. `context` is the
-    number of context documents that a contextual model draws from the corpus, and the seed.
-    """
-    encoder, corpus = adapted.encoder, folder / "corpus.parquet"
-    # Written again after a kill; `encode_corpus` checks by hash that existing shards are of the same texts.
-    with atomic_path(corpus) as temporary:
-        texts = task.dataset["corpus"].select_columns(["id", "text"]).with_format("arrow")[:]
-        pq.write_table(texts, temporary, row_group_size=10_000)
-    drawn = None if context is None else choose_context(encoder, corpus, *context)
-    document_prompt = GivenPrompt(text=adapted.prompt(task.metadata, "document"))
-    vectors = encode_corpus(encoder, corpus, folder / "encoded", prompt_name=document_prompt, context=drawn)
-    queries = _column(task.dataset["queries"], "text")
-    query_QD = encoder.encode(queries, context=drawn, role="query", prompt=adapted.prompt(task.metadata, "query"))
-    top_k = max(_CUTOFFS) if task.data.has_labels else SUBMITTED
-    tie_order_N = trec_order(task.dataset["document_ids"])
-    for width in widths:
-        truncated = (encoder.comparable(vector_ND[:, :width]) for vector_ND in vectors.tiles())
-        query_Qd = encoder.comparable(query_QD[:, :width])
-        yield width, search_top_k(query_Qd, truncated, top_k, encoder.device, tie_order_N)
+        write_text(path, json.dumps(fields))
 
 
 def searches_path(root: Path, model: str, data: AirBenchSet) -> Path:
@@ -285,26 +220,18 @@ def searches_path(root: Path, model: str, data: AirBenchSet) -> Path:
 def pack_searches(root: Path, model: str, sets: Sequence[AirBenchSet]) -> list[Path]:
     """Zip the search results of each version of these data sets that is complete, and return the zips.
 
-    A zip has all search results in its folder, including those of earlier runs; it is rewritten if they have changed.
+    A zip has all search results in its folder, including those of earlier runs.
     """
     packed = []
     for version in dict.fromkeys(data.config for data in sets):
         folder, target = root / version / model / "NoReranker", root / version / f"{model}_NoReranker.zip"
         if not all(searches_path(root, model, data).is_file() for data in sets if data.config == version):
             continue
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
-        newest = max((folder / name).stat().st_mtime_ns for name in names)
-        if not target.is_file() or target.stat().st_mtime_ns < newest or _names_in(target) != names:
-            with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
-                for name in names:
-                    file.write(folder / name, name)
+        with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as file:
+            for path in sorted(folder.rglob("*.json")):
+                file.write(path, path.relative_to(folder))
         packed.append(target)
     return packed
-
-
-def _names_in(path: Path) -> list[str]:
-    with zipfile.ZipFile(path) as file:
-        return sorted(file.namelist())
 
 
 def format_domains(scored: Sequence[tuple[AirBenchSet, Mapping[int, float | None]]]) -> str:

@@ -44,6 +44,8 @@ from embeddings.inference.context import ContextDraw, sample_context, sample_row
 from embeddings.inference.encoder import Context, Encoder, Vectors, unit_rows
 from embeddings.inference.vector_folder import Document
 
+# mteb passes texts in batches of this size; the encoder plans its own mini-batches.
+TEXTS_PER_BATCH = 1024
 # For each kind of folder: the task type and class of mteb, and the metrics for tables, the main score of mteb first.
 KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "retrieval": ("Retrieval", AbsTaskRetrieval, ("ndcg_at_10",)),

@@ -6,10 +6,8 @@ import io
 import json
 import math
 import re
-import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,26 +22,24 @@ from mteb.models.model_meta import ScoringFunction
 
 from embeddings.common import text as common_text
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.io import atomic_path, file_lock, remove_abandoned, scratch_folder, write_json, write_text
+from embeddings.common.io import atomic_path, scratch_folder, write_json, write_text
 from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.evaluation.air_bench import (
-    PREFIX,
-    AirBenchTask,
-    air_bench_tasks,
-    pack_searches,
-    search_set,
-    searches_path,
-)
+from embeddings.evaluation.air_bench import PREFIX, AirBenchTask, air_bench_tasks, pack_searches, searches_path
 from embeddings.evaluation.folders import EvaluationFolder
 from embeddings.evaluation.mteb_library import Instructions, quiet
-from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder, folder_task, folder_tasks
+from embeddings.evaluation.mteb_tasks import (
+    KINDS,
+    TEXTS_PER_BATCH,
+    ContextualTaskEncoder,
+    TaskEncoder,
+    folder_task,
+    folder_tasks,
+)
 from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
 
-# mteb passes texts in batches of this size; the encoder plans its own mini-batches.
-_TEXTS_PER_BATCH = 1024
 # The benchmark of mteb for each group. Its English suite has only the English parts of multilingual tasks.
 _BENCHMARKS = {"mteb-english-56": "MTEB(eng, v1)", "mgh-26": "MTEB(eng, v1)", "beir": "BEIR"}
 _TASKS = {"miracl": "MIRACLRetrieval"}
@@ -73,8 +69,8 @@ def find_tasks(names: str | Sequence[str]) -> list[AbsTask]:
     for name in (word.strip() for word in words):
         for task in _tasks_of(name):
             if set(task.metadata.modalities) != {"text"}:
-                rule = "must be tasks with texts only"
-                raise OptionError("tasks", f"{name} with {task.metadata.name}", rule, "name others")
+                found = f"{name} with {task.metadata.name}"
+                raise OptionError("tasks", found, "must be tasks with texts only", "name others")
             first = tasks.setdefault(task.metadata.name, task)
             if first.metadata.revision != task.metadata.revision:
                 raise OptionError("tasks", name, f"has a second task {task.metadata.name}", "rename its folder")
@@ -144,9 +140,8 @@ class TaskSettings:
 class TaskResults:
     """A folder of results: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`.
 
-    Model, revision and settings are part of the path, so results of other models or settings are never confused;
-    `mteb.ResultCache(FOLDER)` reads all of them. That class does not write them: its files are not atomic, and its
-    strategy `only-missing` returns a result for data that have changed.
+    Model, revision and settings are part of the path; `mteb.ResultCache(FOLDER)` reads all of them. That class does not
+    write them: its files are not atomic, and `only-missing` returns a result for data that have changed.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
@@ -157,12 +152,9 @@ class TaskResults:
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
-    def path(self, task: AbsTask, width: int) -> Path:
-        return self.folder_of(width) / f"{task.metadata.name}.json"
-
     def find(self, task: AbsTask, width: int) -> TaskResult | None:
         """The result of a task for its data, languages and splits and this release of mteb, or None."""
-        path = self.path(task, width)
+        path = self.folder_of(width) / f"{task.metadata.name}.json"
         if not path.is_file():
             return None
         try:
@@ -190,12 +182,10 @@ class TaskResults:
         result = self.find(task, width)
         return None if result is None else float(result.get_score())
 
-    def write(self, result: TaskResult, task: AbsTask, width: int) -> None:
-        """Write the result of a task atomically."""
-        meta = self.folder_of(width) / "model_meta.json"
-        if not meta.exists():
-            write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
-        with atomic_path(self.path(task, width)) as temporary:
+    def write(self, result: TaskResult, width: int) -> None:
+        folder = self.folder_of(width)
+        write_json(folder / "model_meta.json", json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
+        with atomic_path(folder / f"{result.task_name}.json") as temporary:
             result.to_disk(temporary)
 
 
@@ -212,30 +202,23 @@ class TaskScore(NamedTuple):
         return None not in self.scores.values()
 
 
-def collect_scores(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
-    """The scores of all tasks, in their order; None where a task has no result."""
-    rows = []
-    for task in tasks:
-        scores = {width: results.score(task, width) for width in results.metas}
-        rows.append(TaskScore(task.metadata.name, task.metadata.type, task.metadata.main_score, scores))
-    return rows
-
-
 def write_table(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
-    """Write `scores.csv` with the scores of these tasks beside the results of each width, and return the scores.
-
-    Several processes may finish at once: each reads the results again after writing, so the last table is complete.
-    """
-    scores = collect_scores(results, tasks)
-    while True:
-        for width in results.metas:
-            text = io.StringIO()
-            rows = [score._replace(scores={width: score.scores[width]}) for score in scores]
-            csv.writer(text, lineterminator="\n").writerows(_table(rows))
-            write_text(results.folder_of(width) / "scores.csv", text.getvalue())
-        written, scores = scores, collect_scores(results, tasks)
-        if _table(written) == _table(scores):
-            return scores
+    """Write `scores.csv` with the scores of these tasks beside the results of each width, and return the scores."""
+    scores = [
+        TaskScore(
+            task.metadata.name,
+            task.metadata.type,
+            task.metadata.main_score,
+            {width: results.score(task, width) for width in results.metas},
+        )
+        for task in tasks
+    ]
+    for width in results.metas:
+        text = io.StringIO()
+        rows = [score._replace(scores={width: score.scores[width]}) for score in scores]
+        csv.writer(text, lineterminator="\n").writerows(_table(rows))
+        write_text(results.folder_of(width) / "scores.csv", text.getvalue())
+    return scores
 
 
 def format_table(scores: Sequence[TaskScore]) -> str:
@@ -291,25 +274,15 @@ def run_tasks(
     remaining = [task for task in shared if any(results.score(task, width) is None for width in widths)]
     show_bars = encoder.show_progress
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        with progress_bar(
-            None, "looking for data", "task", iterable=remaining, leave=False, disable=not show_bars
-        ) as bar:
-            for subtask in (subtask for task in bar for subtask in _subtasks(task)):
-                bar.set_description(f"looking for data: {subtask.metadata.name}")
-                with _loaded(subtask, show_bars):
-                    pass
+        for task in remaining:
+            with _loaded(task, show_bars):
+                pass
     done = len(shared) - len(remaining)
     with progress_bar(len(shared), "tasks", "task", initial=done, disable=not show_bars) as bar:
         for task in remaining:
             bar.set_description(task.metadata.name)
-            vectors = results.folder_of(widths[0]) / f"{task.metadata.name}.vectors"
-            with _stored_vectors(adapted, vectors, len(widths) > 1):
-                missing = [width for width in widths if results.score(task, width) is None]
-                _run(adapted, task, missing, results, settings)
+            _run(adapted, task, results, settings)
             bar.update()
-    # Left by processes that were killed after they wrote their results.
-    for task in shared:
-        shutil.rmtree(_corpus_folder(results, task), ignore_errors=True)
     private = [task.data for task in tasks if isinstance(task, AirBenchTask) and not task.data.has_labels]
     for width in widths:
         for path in pack_searches(results.folder_of(width), results.model(width), private):
@@ -372,72 +345,42 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
     return metas
 
 
-def _run(
-    adapted: TaskEncoder, task: AbsTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
-) -> None:
-    """Run a task, or the subtasks of an aggregate, at some widths, and write the results."""
+def _run(adapted: TaskEncoder, task: AbsTask, results: TaskResults, settings: TaskSettings) -> None:
+    """Run a task at the widths that have no result, from one encoding, and write the results."""
     name, table = task.metadata.name, settings.instructions
     text = adapted.encoder.embedder.text
     adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
     if table is not None and adapted.instruction_prompt is None:
         logger.warning("%s: no instruction for this task in %s; using the prompts of the model", name, table.name)
-    if isinstance(task, AirBenchTask):
-        _run_air_bench(adapted, task, widths, results, settings)
-        return
-    parts: dict[int, list[TaskResult]] = {width: [] for width in widths}
-    for subtask in _subtasks(task):
-        with _loaded(subtask, adapted.encoder.show_progress):
-            for width in widths:
-                adapted.width = width
-                parts[width].append(_evaluate(adapted, subtask))
-    for width in widths:
-        result = parts[width][0]
-        if isinstance(task, AbsTaskAggregate):
-            with quiet():
-                result = task.combine_task_results(parts[width])
-        results.write(result, task, width)
-        logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, results.score(task, width))
+    widths = [width for width in results.metas if results.score(task, width) is None]
+    vectors = scratch_folder(results.folder_of(widths[0]) / f"{name}.vectors") if len(widths) > 1 else nullcontext()
+    with _loaded(task, adapted.encoder.show_progress), vectors as adapted.folder:
+        for width in widths:
+            adapted.width = width
+            if isinstance(task, AirBenchTask) and not task.data.has_labels:
+                with quiet():
+                    task.write_searches(results.searches(task, width), results.model(width), adapted)
+            else:
+                results.write(_evaluate(adapted, task), width)
+            score = _cell(results.score(task, width))
+            logger.info("%s [%d]: %s %s", name, width, task.metadata.main_score, score)
 
 
-def _run_air_bench(
-    adapted: TaskEncoder, task: AirBenchTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
-) -> None:
-    """Search a data set of AIR-Bench, and write its scores, or its search results if the labels are private.
-
-    If several processes do this at once, one works and the others wait for it.
-    """
-    context = None if settings.context_size is None else (settings.context_size, settings.context_seed)
-    folder = _corpus_folder(results, task)
-    lock, start = folder.with_suffix(".lock"), time.perf_counter()
-    with _loaded(task, adapted.encoder.show_progress):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(lock, optional=True):
-            missing = [width for width in widths if results.score(task, width) is None]
-            for width, best in search_set(adapted, task, missing, folder, context) if missing else ():
-                if task.data.has_labels:
-                    results.write(task.result(best, time.perf_counter() - start), task, width)
-                else:
-                    task.write_searches(results.searches(task, width), results.model(width), best)
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-    for width in widths:
-        score = _cell(results.score(task, width))
-        logger.info("%s [%d]: %s %s", task.metadata.name, width, task.metadata.main_score, score)
-
-
-def _corpus_folder(results: TaskResults, task: AbsTask) -> Path:
-    """Folder for the encoded corpus of an AIR-Bench data set, beside the results at the first width."""
-    return results.folder_of(next(iter(results.metas))) / f"{task.metadata.name}.corpus"
+def _parts(task: AbsTask) -> list[AbsTask]:
+    """The subtasks of an aggregate task, or the task itself."""
+    return list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
 
 
 def _evaluate(adapted: TaskEncoder, task: AbsTask) -> TaskResult:
     """The result of mteb for a task whose data are loaded; each run starts from the same random state."""
-    task = copy.copy(task)
-    task.rng_state, task.np_rng = copy.deepcopy(task.rng_state), copy.deepcopy(task.np_rng)
-    encoding: Any = {"batch_size": _TEXTS_PER_BATCH, "show_progress_bar": False}
+    parts = _parts(task)
+    states = [copy.deepcopy((part.rng_state, part.np_rng)) for part in parts]
+    encoding: Any = {"batch_size": TEXTS_PER_BATCH, "show_progress_bar": False}
     options: Any = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
     with quiet():
         result = mteb.evaluate(adapted, task, encode_kwargs=encoding, **options).task_results[0]
+    for part, state in zip(parts, states, strict=True):
+        part.rng_state, part.np_rng = state
     for split, rows in result.scores.items():
         for row in rows:
             if not math.isfinite(row["main_score"]):
@@ -447,40 +390,25 @@ def _evaluate(adapted: TaskEncoder, task: AbsTask) -> TaskResult:
     return result
 
 
-def _subtasks(task: AbsTask) -> list[AbsTask]:
-    """Fresh copies of the subtasks of an aggregate task, or of the task itself."""
-    return copy.deepcopy(list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task])
-
-
 @contextmanager
 def _loaded(task: AbsTask, show_bars: bool) -> Iterator[None]:
     """Load the data of a task, and unload them afterwards; download bars are drawn with `show_bars`."""
+    name = task.metadata.name
     try:
         with quiet(keep_bars=show_bars):
-            task.load_data()
+            for part in _parts(task):
+                name = part.metadata.name
+                part.load_data()
     except UserError:
         raise
     # Each library involved in loading raises its own errors.
     except Exception as error:
         reason = one_line((str(error).strip() or type(error).__name__).splitlines()[0], 160)
-        hint = "run it once with a network, or set HF_HOME to a cache that has it"
-        raise InputError(f"task {task.metadata.name}", f"its data cannot be loaded ({reason})", hint) from error
+        hint = "run it once with a network and access to it, or set HF_HOME to a cache that has it"
+        raise InputError(f"task {name}", f"its data cannot be loaded ({reason})", hint) from error
     try:
         yield
     finally:
         with quiet():
-            task.unload_data()
-
-
-@contextmanager
-def _stored_vectors(adapted: TaskEncoder, folder: Path, has_several_widths: bool) -> Iterator[None]:
-    """A temporary folder for the vectors of a task at several widths; folders of killed processes are removed."""
-    if not has_several_widths:
-        remove_abandoned(folder.parent)
-        yield
-        return
-    with scratch_folder(folder) as adapted.folder:
-        try:
-            yield
-        finally:
-            adapted.folder = None
+            for part in _parts(task):
+                part.unload_data()

@@ -136,30 +136,6 @@ def test_an_aggregate_has_the_mean_of_its_subtasks_with_its_instruction(encoder,
     assert sorted(results(tmp_path)) == ["Both", "Pairs"]
 
 
-def test_vectors_for_several_widths_are_in_the_output_until_the_task_ends(encoder, sets, tmp_path, monkeypatch):
-    settings, save, places = TaskSettings(widths=[32, 8]), np.save, []
-
-    def spy(path, *args, **options):
-        places.append(path.parent)
-        return save(path, *args, **options)
-
-    monkeypatch.setattr(np, "save", spy)
-    run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
-    (place,) = {*places}
-    assert tmp_path in place.parents
-    assert not place.exists()
-    # What a killed process leaves.
-    for widths in ([32, 8], [32]):
-        next(tmp_path.rglob("pairs.json")).unlink()
-        place.mkdir()
-        (place / "0.npy").write_text("half a file")
-        place.with_name(f"{place.name}.lock").touch()
-        run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, TaskSettings(widths=widths))
-        assert not place.exists()
-    assert len({*places}) == 2
-    assert not list(tmp_path.rglob("*.npy"))
-
-
 def test_processes_that_run_one_task_at_once_do_not_share_vectors(encoder, sets, tmp_path, monkeypatch):
     settings, others = TaskSettings(widths=[32, 8]), []
 
@@ -222,13 +198,13 @@ def test_a_result_with_more_languages_and_splits_is_filtered_to_those_of_the_tas
     rows = {subset: {"main_score": row / 10} for row, subset in enumerate(whole.hf_subsets)}
     results = TaskResults(tmp_path, {32: ModelMeta.create_empty({"name": "my/model", "revision": "1"})})
     scores = {"test": rows, "train": {"en-en": {"main_score": 1.0}}}
-    results.write(mteb.TaskResult.from_task_results(whole, scores, 1.0), whole, 32)
+    results.write(mteb.TaskResult.from_task_results(whole, scores, 1.0), 32)
     assert (len(rows), english.hf_subsets) == (11, ["en-en"])
     found = results.find(english, 32)
     assert found.get_score() == rows["en-en"]["main_score"]
     assert {split: len(kept) for split, kept in found.scores.items()} == {"test": 1}
     assert results.find(whole, 32).get_score() == pytest.approx(0.5)
-    results.write(mteb.TaskResult.from_task_results(english, {"test": {"en-en": rows["en-en"]}}, 1.0), english, 32)
+    results.write(mteb.TaskResult.from_task_results(english, {"test": {"en-en": rows["en-en"]}}, 1.0), 32)
     assert results.find(english, 32).get_score() == rows["en-en"]["main_score"]
     assert results.find(whole, 32) is None
 
