@@ -23,7 +23,6 @@ from embeddings.data.readers import open_reader
 from embeddings.data.records import (
     LABELLED_FIELDS,
     SCORED_FIELDS,
-    kind_of,
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
@@ -38,12 +37,8 @@ Ints = npt.NDArray[np.int64]
 class Qrels:
     """Relevance judgments of J pairs of query and document. Pairs that are not listed are not relevant.
 
-    Attributes:
-        query_J: Row of the query, (J,) int64.
-        document_J: Row of the document, (J,) int64; pairs are unique.
-        relevance_J: Grade, (J,) float64; 0 or below is not relevant.
-        num_queries: Number of queries, Q.
-        num_documents: Number of documents.
+    `query_J` and `document_J` are rows, (J,) int64, in unique pairs; `relevance_J` are grades, (J,) float64, 0 or below
+    for not relevant. There are `num_queries` Q queries and `num_documents` documents.
     """
 
     query_J: Ints
@@ -93,10 +88,7 @@ class RetrievalScores(NamedTuple):
 
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff.
-
-    Queries without a judgment are skipped. Cutoffs may be larger than K.
-    """
+    """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff; it may be larger than K."""
     gain_QK = qrels.gain(ranked_QK)
     counted_Q = np.bincount(qrels.query_J, minlength=qrels.num_queries) > 0
     num_counted = int(counted_Q.sum())
@@ -108,7 +100,7 @@ def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (1
 
 
 def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
-    """The metrics of each query, (Q,) each, from the grades of its ranked documents; 0 without a relevant document."""
+    """The metrics of each query, (Q,) each; 0 without a relevant document."""
     relevant_QK, rank_K = gain_QK > 0, np.arange(gain_QK.shape[1]) + 1.0
     precision_QK = relevant_QK.cumsum(axis=1) / rank_K
     return {
@@ -122,7 +114,7 @@ def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floa
 
 
 def trec_order(document_ids: Sequence[str]) -> Ints:
-    """The rows of documents by descending identifier, the order in which trec_eval ranks equal scores, (N,)."""
+    """The rows of documents by descending identifier, as trec_eval ranks equal scores, (N,)."""
     return np.array(sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True), dtype=np.int64)
 
 
@@ -158,7 +150,7 @@ _QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 @dataclass(frozen=True, eq=False)
 class RetrievalFolder:
-    """The documents (title and text), the queries that have a judgment, and the qrels by row."""
+    """Documents (title and text), queries with a judgment, and the qrels by row."""
 
     kind: ClassVar[str] = "retrieval"
     documents: list[str]
@@ -434,7 +426,7 @@ def _read_queries(path: Path) -> dict[str, str]:
         query = identifier_field(where, fields, "_id")
         if query in text_of_query:
             raise InputError(where, f"the id {shown(query)} occurs a second time", "make the ids unique")
-        text_of_query[query] = _filled_text(where, fields, "text", "write the query, or drop the row")
+        text_of_query[query] = _filled_text(where, fields, "text")
     return text_of_query
 
 
@@ -454,10 +446,8 @@ def _read_pairs(path: Path) -> PairClassificationFolder:
         second.append(_filled_text(where, fields, "sentence2"))
         value = fields.get("label")
         if not isinstance(value, int) or value not in (0, 1):
-            number_or_kind = str(value) if isinstance(value, int | float) else kind_of(value)
-            described = f"the text {shown(value)}" if isinstance(value, str) else number_or_kind
-            what = f"label is {described}, expected 0 or 1" if "label" in fields else "label is missing"
-            raise InputError(where, what, "write 1 for a pair with the same meaning, else 0")
+            hint = "write 1 for a pair with the same meaning, else 0"
+            raise InputError(where, f"label is {shown(str(value))}, expected 0 or 1", hint)
         labels.append(int(value))
     if len({*labels}) < 2:
         raise InputError(str(path), f"every label is {labels[0]}", "add pairs with the other label: 0 and 1 are needed")
@@ -510,28 +500,23 @@ def _read_labelled(path: Path, needs_two_labels: bool) -> tuple[list[str], list[
     return [row.text for row in rows], [row.label for row in rows]
 
 
-def _filled_text(
-    where: str, fields: Mapping[str, Any], name: str, hint: str = "give it a text, or drop the row"
-) -> str:
+def _filled_text(where: str, fields: Mapping[str, Any], name: str) -> str:
     value = text_field(where, fields, name)
     if not value.strip():
-        raise InputError(where, f"field {name!r} is empty", hint)
+        raise InputError(where, f"field {name!r} is empty", "write a text, or drop the row")
     return value
 
 
 def _finite_number(where: str, label: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        described = value if isinstance(value, float) else kind_of(value)
-        raise InputError(where, f"{label} is {described}, expected a finite number", "give it a number")
+        raise InputError(where, f"{label} is {shown(str(value))}, expected a finite number", "give it a number")
     return float(value)
 
 
 def _items(where: str, fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     """The items of a non-empty list in a field, each with a label for messages."""
-    if name not in fields:
-        text_field(where, fields, name)
-    value = fields[name]
+    value = fields.get(name)
     if not isinstance(value, list) or not value:
-        described = "an empty list" if isinstance(value, list) else kind_of(value)
-        raise InputError(where, f"field {name!r} is {described}, expected a list", "write a list, even for one item")
+        what = f"field {name!r} must be a list with an item, got {shown(str(value))}"
+        raise InputError(where, what, "write a list, even for one item")
     return [(f"{name}[{index}]", item) for index, item in enumerate(value)]

@@ -32,10 +32,7 @@ def load_mteb() -> ModuleType:
 
 @contextmanager
 def quiet(keep_bars: bool = False) -> Iterator[None]:
-    """Silence warnings, log lines and, unless `keep_bars`, progress bars of mteb and the libraries that it uses.
-
-    The bars of this project are still drawn. Not thread-safe: these settings apply to the process.
-    """
+    """Silence warnings, log lines and, unless `keep_bars`, progress bars of mteb and its libraries in this process."""
     import datasets
     import tqdm.auto
 
@@ -137,9 +134,8 @@ def _is_text(value: object) -> bool:
 def task_prompt(text: TextSettings, task: str, task_type: str, role: str | None) -> str:
     """The most specific of a model's prompts for a text, by the rule of mteb; empty if the model has none for it.
 
-    This is the prompt named like the task, else like its type, else like the role of the text. For a text with a role,
-    names with the suffix `-query` or `-document` come before those without. Texts of tasks without roles (role None:
-    pairs to compare, texts to classify or cluster) do not get the prompt of a role, but the model's default prompt.
+    This is the prompt named like the task, else like its type, else like the role of the text. Names with the suffix
+    `-query` or `-document` come first. Texts of tasks without roles (role None) get the model's default prompt instead.
     """
     prompts, names = text.prompts, [task, task_type, text.default_prompt_name]
     if role is not None:

@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
 
 
 class FolderTask:
-    """A mixin for the task classes of mteb, which loads the data from `source`, a folder or its data."""
+    """A mixin for the task classes of mteb that loads `source`, a folder or its data."""
 
     source: ClassVar[Path | EvaluationFolder]
     dataset: Any
@@ -183,10 +183,9 @@ def _files_sha256(path: Path) -> str:
 class TaskEncoder:
     """A model that implements the encoder protocol of mteb.
 
-    Texts of tasks without roles are encoded as documents, with the prompt of their task only, as mteb does. Queries and
-    texts without roles get `instruction_prompt`, else the prompt `prompt_name`, else the choice of `task_prompt`. For
-    each task the caller sets `instruction_prompt`, `width`, the number of leading dimensions to compare, and `folder`,
-    where vectors are stored for the next width.
+    Texts of tasks without roles are encoded as documents. Queries and texts without roles get `instruction_prompt`,
+    else `prompt_name`, else the choice of `task_prompt`. For each task the caller sets `instruction_prompt`, `width`
+    (of the vectors to compare) and `folder`, where vectors are stored for the next width.
     """
 
     def __init__(self, encoder: Encoder, meta: ModelMeta, prompt_name: str | None = None) -> None:
@@ -227,7 +226,7 @@ class TaskEncoder:
         return score(embeddings1, embeddings2)
 
     def prompt(self, task: TaskMetadata, prompt_type: Any) -> str:
-        """The prompt for the texts of a task with a role: `query`, `document`, or None for a task without roles."""
+        """The prompt for texts with the role `query`, `document` or None."""
         text = self.encoder.embedder.text
         if prompt_type != "document":
             if self.instruction_prompt is not None:

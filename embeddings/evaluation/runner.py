@@ -40,11 +40,10 @@ class EvaluationResult:
 
     Attributes:
         name: Name of the folder in tables.
-        kind: `retrieval`, `reranking`, `sts`, `pair_classification`, `classification`, `clustering` or `summarisation`.
-        metrics: Values from 0 to 1 (rank correlation: from -1), the main metric first: `ndcg_at_10`, `cosine_spearman`,
-            `accuracy`, `v_measure`, `map_at_1000`, `max_ap`.
+        kind: The folder's class attribute `kind`, such as `retrieval`.
+        metrics: Values from 0 to 1 (rank correlation: from -1), the main metric first.
         counts: Sizes of the data: `num_queries`, `num_documents`, `num_skipped` (queries without a judgment), …
-        seconds: Time of encoding and scoring; the encoding that several widths share counts for each of them.
+        seconds: Time of encoding, which several widths share, and of scoring.
         dimensions: Number of leading dimensions that were compared.
     """
 
@@ -62,7 +61,7 @@ class EvaluationResult:
 
 
 class RetrievalRun(NamedTuple):
-    """Metrics, counts, and the unit vectors of the documents, (N, D) float32, for further searches."""
+    """Metrics, counts, and the vectors of the documents, (N, D) float32, for further searches."""
 
     metrics: dict[str, float]
     counts: dict[str, int]
@@ -88,10 +87,8 @@ def evaluate_widths(
 ) -> list[EvaluationResult]:
     """The scores on one folder at several widths, from one encoding: vectors are truncated, then normalised.
 
-    Prompts are chosen as in mteb (`task_prompt`): `query` and `document` for retrieval and reranking, that of the type
-    (`STS`) for other kinds. Retrieval ranks all documents by the model's scores (`Encoder.similarity`). The score of
-    similarity is Spearman's correlation of the cosine with the human score. mteb computes the other kinds; `run_tasks`
-    computes the same scores.
+    Prompts are chosen as in mteb (`task_prompt`). Retrieval ranks all documents by the model's scores
+    (`Encoder.similarity`), and similarity correlates cosines with human scores. mteb computes the other kinds.
 
     Args:
         encoder: The model.
@@ -99,8 +96,8 @@ def evaluate_widths(
         widths: Numbers of leading dimensions to compare, one result each.
         name: Name for the results; None for the name of the folder.
         prompt_name: Prompt before queries (retrieval, reranking) or every text (others); None for the model's choice.
-        context_size: Number of context documents for a contextual model, drawn from the folder's corpus, never from its
-            queries (see `corpus_texts`, `ContextualTaskEncoder`); None for no context.
+        context_size: Number of context documents for a contextual model, drawn from the folder's corpus (see
+            `corpus_texts`); None for no context.
         context_seed: Seed of that draw.
 
     Raises:
