@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from embeddings.cli.main import main
-from embeddings.data import SourceConfig
-from embeddings.data.store import open_cached
-from tests.helpers.runs import component, fit, run_config, write_config, write_retrieval_folder
+from tests.helpers.runs import component, fit, run_config, write_retrieval_folder
 
 
 def weights(cli):
@@ -103,37 +101,6 @@ def test_the_seed_of_the_run_is_the_default_of_the_model_and_the_data(tmp_path):
     assert not torch.equal(trained["1"], trained["0"])
     assert not torch.equal(trained["0 and 1"], trained["0"])
     assert not torch.equal(trained["0 and 1"], trained["1"])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (["--data.init_args.batch_size=65"], "data.batch_size must not exceed the 64 training rows"),
-        (
-            ["--trainer.max_steps=-1", "--trainer.max_epochs=1", "--model.init_args.schedule.warmup_steps=8"],
-            "model.schedule.warmup_steps must be below the run's 8 optimiser steps",
-        ),
-        (
-            ["--model.init_args.loss=embeddings.losses.MarginMSE"],
-            "model.loss needs a source with `scores` in its records, or with surrogate_vectors, but no source has",
-        ),
-    ],
-)
-def test_errors_that_need_the_rows_keep_complete_converted_data(override, message, tmp_path, capsys):
-    config = run_config(tmp_path)
-    path = write_config(tmp_path, config)
-    before = set(tmp_path.rglob("*"))
-    assert main(["fit", "--config", path, *override]) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
-    kept = {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before}
-    assert kept
-    # The next run finds all of it, and adds nothing.
-    options = config["data"]["init_args"]
-    cached = open_cached(SourceConfig(**options["sources"][0]), options["cache_dir"])
-    assert {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before} == kept
-    hashes = tmp_path / "cache" / "hashes"
-    folders = {tmp_path / "cache", hashes, cached.folder}
-    assert {path for path in kept if path not in folders and path.parent not in {hashes, cached.folder}} == set()
 
 
 def test_the_saved_config_of_a_run_can_be_used_again(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import docstring_trials, mgh_trials, moe_trials, trials
-from benchmarks.docstring_trials import near_copy, split_by_package
+from benchmarks.docstring_trials import split_by_package
 from benchmarks.trials import Trial, difference, run_trials, table
 from embeddings.evaluation import Qrels, RetrievalFolder
 
@@ -67,13 +67,3 @@ def test_each_package_is_a_corpus_with_its_own_queries():
     assert parts["p"].qrels.query_J.tolist() == [0, 1]
     assert parts["p"].qrels.document_J.tolist() == [1, 0]
     assert parts["q"].qrels.document_J.tolist() == [0, 1]
-
-
-def test_a_planted_copy_changes_both_texts_a_little():
-    pair = {"query": "find the shortest path here", "positive": "pkg.f\ndef f(a):\n    b = a\n    return b"}
-    assert near_copy(pair) == {
-        "query": "find the shortest path",
-        "positive": "vendored.pkg.f\ndef f(a):\n    b = a",
-    }
-    short = near_copy({"query": "a b", "positive": "pkg.f\ndef f(): ..."})
-    assert short == {"query": "a b again", "positive": "vendored.pkg.f\ndef f(): ..."}

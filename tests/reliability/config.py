@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from tests.reliability.cases import CLUSTER, FILTER, FIT, Make, at, callback, chosen, nothing, put, run, source
+from tests.reliability.cases import CLUSTER, FILTER, FIT, Make, at, callback, chosen, nothing, put, run
 from tests.reliability.world import Place
 
 
@@ -40,14 +40,11 @@ CASES = {
     FIT: {
         "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
         "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
-        "an unknown argument over an empty mapping": (at("model.init_args", shedule={}), "did you mean schedule?"),
         "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
-        "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
         "an unknown class name": (at("model", class_path="NVEmbedModul"), "model: expected the name of a class, got"),
         "a word instead of a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
         "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
         "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
-        "a temperature of 0": (at(LOSS, temperature=0), "temperature must be > 0, got 0.0"),
         "null instead of a number": (at(DATA, batch_size=None), "data.batch_size: expected int, got null"),
         "accumulation over no batch": (
             at("trainer", accumulate_grad_batches=0),
@@ -87,14 +84,10 @@ CASES = {
             at(LOSS, false_negative_filter={"margin": 0.0}),
             "model.loss needs a source with surrogate_vectors, but no source has them, got 'InfoNCE'; ",
         ),
-        "an unknown class of a package": (chosen("model", "embeddings.modules.NVEmbedModul"), "NVEmbedModul"),
         "a class that is not a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
         "an alias that contains itself": (put("config.yaml", "a: &a [*a]\n"), "--config config.yaml: "),
         "a list for a config": (put("config.yaml", "- trainer\n"), "config.yaml: "),
         "a missing config": (nothing, "--config config.yaml: no such file"),
-    },
-    FIT + " --trainer.max_steps=-1 --trainer.max_epochs=-1": {
-        "an endless decay": (at(SCHEDULE, decay="linear"), "model.schedule.total_steps must be known to decay")
     },
     FILTER + " --config job.yaml": {
         "a job's config with an unknown key": (put("job.yaml", "remove_copys: true\n"), "did you mean remove_copies?")

@@ -77,28 +77,17 @@ CASES = {
     },
     ENCODE: {
         "a file in place of vectors": (both(corpus, in_the_way), "out: already exists and has no manifest"),
-        "a folder of other files in place of vectors": (both(corpus, taken), "out: already exists and has no manifest"),
         "a named pipe as a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is not a regular file"),
         "a full disk for vectors": (both(corpus, FULL), "No space left on device; free space or change permission", 74),
     },
     ENCODE.replace(" out", " out/vectors"): {"an output below a file": (both(corpus, in_the_way), "out")},
     FILTER: {
         "a folder in place of records": (both(pairs, folder("out.parquet")), "out.parquet"),
-        "a file in place of the cache": (
-            both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
-            "sources: the cache cannot be written (File exists)",
-        ),
         "a dangling link": (lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"), ": no such file"),
         "a task index that is not a number": (
             both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
             "SLURM_ARRAY_TASK_ID must be an integer >= 0, got 'first'",
         ),
-    },
-    SHOW: {
-        "missing matplotlib": (
-            both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
-            "matplotlib is not installed; run: pip install -e '.[quickstart]'",
-        )
     },
     CONVERT: {"a file in place of a model": (in_the_way, "output leads to out, which is not a folder")},
     FIT: {
@@ -113,7 +102,6 @@ CASES = {
         ),
         "a file in place of runs": (both(run(), put("run", "mine")), "run"),
         "training without a GPU": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
-        "float16 on a CPU": (at("trainer", precision="16-true"), "trainer.precision must not be float16 on a CPU"),
         "a SLURM variable that is not a number": (
             both(run(), variable("SLURM_PROCID", "first")),
             "SLURM_PROCID must be an integer >= 0 in the environment, got 'first'",

@@ -69,10 +69,6 @@ CASES = {
             vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
             "vectors/manifest.json: ",
         ),
-        "a manifest with too many documents": (vectors(edited("manifest.json", num_documents=800)), "vectors/"),
-    },
-    "encode --model MODEL --input vectors/documents-00000.jsonl --output vectors": {
-        "vectors of another corpus": (vectors(), "vectors/manifest.json: field 'corpus_sha256' differs")
     },
     MINED: {
         "a NaN vector for mining": (
@@ -83,12 +79,6 @@ CASES = {
             both(mined("documents"), few("one", "two", "three")),
             "vectors/index/manifest.json: field 'source_key' differs",
         ),
-    },
-    MINE + " --query-vectors vectors --precision float32": {
-        "vectors that encode wrote for another role": (
-            both(few("one", "two", "three"), vectors()),
-            "vectors/manifest.json: field 'role' is 'document', expected 'query'",
-        )
     },
     FIT: {
         "truncated clusters": (

@@ -25,10 +25,6 @@ ACCEPTED = by_name(records.ACCEPTED)
 MAX_SECONDS = 20.0
 
 
-def test_every_group_has_its_cases() -> None:
-    assert len(CASES) == sum(len(named) for group in GROUPS for named in group.CASES.values()) >= 120
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_malformed_input_is_rejected_in_one_line_and_nothing_is_written(
     name: str, place: Place, capfd: pytest.CaptureFixture[str]
