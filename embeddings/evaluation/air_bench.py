@@ -161,7 +161,7 @@ class AirBenchTask(AbsTaskRetrieval):
         if self.data_loaded:
             return
         where = f"{self.data.repository}, {self.data.config}"
-        loaded = {}
+        loaded: dict[str, Any] = {}
         for name, (repository, split, columns) in self.data.splits().items():
             rows = load_dataset(repository, self.data.config, split=split, num_proc=num_proc)
             missing = [column for column in columns if column not in rows.column_names]
@@ -183,14 +183,14 @@ class AirBenchTask(AbsTaskRetrieval):
                 relevant[row["qid"]][row["docid"]] = int(row["relevance"])
             if not any(grade > 0 for grades in relevant.values() for grade in grades.values()):
                 raise InputError(where, "no document is relevant to any query", _CHANGED)
-        split = {"corpus": loaded["corpus"], "queries": loaded["queries"], "relevant_docs": dict(relevant)}
-        self.dataset = {"default": {self.data.split: split | {"top_ranked": None}}}
+        parts = {"corpus": loaded["corpus"], "queries": loaded["queries"], "relevant_docs": dict(relevant)}
+        self.dataset = {"default": {self.data.split: parts | {"top_ranked": None}}}
         self.data_loaded = True
 
     def write_searches(self, path: Path, model: str, adapted: TaskEncoder) -> None:
         """Search the corpus with all queries, and write the results in the format of the leaderboard."""
         data, split = self.data, self.dataset["default"][self.data.split]
-        searcher = adapted if isinstance(adapted, ContextualTaskEncoder) else SearchEncoderWrapper(adapted)
+        searcher: Any = adapted if isinstance(adapted, ContextualTaskEncoder) else SearchEncoderWrapper(adapted)
         encoding = {"batch_size": TEXTS_PER_BATCH, "show_progress_bar": False}
         shared: Any = {"task_metadata": self.metadata, "hf_split": data.split, "hf_subset": "default"}
         shared["encode_kwargs"] = encoding

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -353,7 +353,9 @@ def _run(adapted: TaskEncoder, task: AbsTask, results: TaskResults, settings: Ta
     if table is not None and adapted.instruction_prompt is None:
         logger.warning("%s: no instruction for this task in %s; using the prompts of the model", name, table.name)
     widths = [width for width in results.metas if results.score(task, width) is None]
-    vectors = scratch_folder(results.folder_of(widths[0]) / f"{name}.vectors") if len(widths) > 1 else nullcontext()
+    vectors: AbstractContextManager[Path | None] = nullcontext()
+    if len(widths) > 1:
+        vectors = scratch_folder(results.folder_of(widths[0]) / f"{name}.vectors")
     with _loaded(task, adapted.encoder.show_progress), vectors as adapted.folder:
         for width in widths:
             adapted.width = width
