@@ -27,10 +27,11 @@ from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
 from embeddings.data.store import borrowed_cache
+from embeddings.inference.search import num_candidates
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.clusters import CLUSTER_SIZE
 from embeddings.mining.negatives import NegativeRules
-from embeddings.mining.search import MEMORY_GIB, num_candidates, search_sizes
+from embeddings.mining.search import MEMORY_GIB, search_sizes
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure

@@ -167,7 +167,7 @@ def best_of_tiles(
                 least_Q1 = least_Q1.maximum(_topk(score_QC, best.top_k)[0].amin(dim=1, keepdim=True))
             query_P, place_P = (score_QC > least_Q1 - _MARGINS[dtype][0]).nonzero(as_tuple=True)
             exact_QC = torch.full_like(score_QC, -torch.inf)
-            pairs = query_P.split(num_pairs), column_QC[query_P, place_P].split(num_pairs)
+            pairs = torch.split(query_P, num_pairs), torch.split(column_QC[query_P, place_P], num_pairs)
             # `index_select` is several times as fast on a CPU as an index in brackets.
             exact_QC[query_P, place_P] = torch.cat([
                 torch.linalg.vecdot(query_QD[chunk].index_select(0, query_p), tile_TD.index_select(0, row_p).float())

@@ -21,6 +21,7 @@ from embeddings.common.io import (
     check_manifest,
     check_vectors,
     file_hash,
+    fsync_path,
     write_file_manifest,
 )
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, save_array, write_array
@@ -81,8 +82,8 @@ class IvfSearch:
                 index = faiss.index_cpu_to_gpu(self._resources, 0, index)
             index.nprobe, count = self.num_probes, min(top_k, len(rows))
             for number, chunk in enumerate(best.chunks):
-                found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
-                best.add(number, *_found(*found, int(rows[0])))
+                scores, places = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
+                best.add(number, *_found(scores, places, int(rows[0])))
         return best.result()
 
 

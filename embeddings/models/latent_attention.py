@@ -205,7 +205,8 @@ class SelfAttentionPooling(Pooling):
         state_NLH = state_NLH + self.to_output(attended_NALE.transpose(1, 2).flatten(2))
         state_NLH = state_NLH + self.feed_forward(state_NLH)
         state_NLH = state_NLH.to(torch.promote_types(state_NLH.dtype, torch.float32)).masked_fill(outside_NL1, 0.0)
-        return state_NLH.sum(dim=1) / pooling_mask_NL.sum(dim=1, keepdim=True).clamp(min=1)
+        mean_NH: Tensor = state_NLH.sum(dim=1) / pooling_mask_NL.sum(dim=1, keepdim=True).clamp(min=1)
+        return mean_NH
 
 
 class GatedFeedForward(nn.Module):

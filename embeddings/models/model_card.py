@@ -141,8 +141,9 @@ def _save(card: ModelCard, folder: Path, scores: Sequence[Mapping[str, Any]]) ->
     """Write a card, with the scores in its header and in its last section."""
     if scores:
         name = next(line for line in card.text.splitlines() if line.startswith("# "))
-        card.data.model_name = re.sub(r"\\(.)", r"\1", name.removeprefix("# "))
-        card.data.eval_results = [
+        data: Any = card.data
+        data.model_name = re.sub(r"\\(.)", r"\1", name.removeprefix("# "))
+        data.eval_results = [
             EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
             for score in scores
             for metric, value in score["metrics"].items()
@@ -204,7 +205,11 @@ def _is_result(value: Any) -> bool:
         return False
     metrics = value.get("metrics")
     # False for NaN and infinite numbers.
-    return bool(metrics) and all(type(number) in (int, float) and abs(number) < 1e9 for number in metrics.values())
+    return (
+        isinstance(metrics, dict)
+        and bool(metrics)
+        and all(type(number) in (int, float) and abs(number) < 1e9 for number in metrics.values())
+    )
 
 
 def check_licence(option: str, licence: str | None) -> None:
