@@ -32,7 +32,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept opt
 # Names of keys in other tools, and our names for them.
 _OTHER_NAMES = {"learning_rate": "lr", "epochs": "max_epochs", "per_device_train_batch_size": "batch_size"}
 # Options of Lightning and jsonargparse, whose names their users know.
-_LIBRARY_NAMES = ("ckpt_path", "print_config", "seed_everything", "weights_only")
+_LIBRARY_NAMES = ("ckpt_path", "print_config", "print_shtab", "seed_everything", "weights_only")
 
 
 class ReplacingConfigFile(ActionConfigFile):
