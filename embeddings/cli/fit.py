@@ -488,6 +488,9 @@ def place_run(trainer: Namespace, folder: Path) -> None:
             path = options.get(name)
             if isinstance(path, str | Path):
                 options[name] = str(folder if name == "save_dir" else folder / Path(path).name)
+        if _class_name(part) == "CSVLogger":
+            # Its `version_N` is in the folder itself, not beside an export of the same name.
+            options.name = ""
         if _class_name(part) in _EXPORTS:
             options.replace = True
 

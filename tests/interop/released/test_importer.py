@@ -131,7 +131,6 @@ def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_p
         ("# A model\n---\nlicense: mit\n---\n", None),
         ("---\nmodel-index:\n  license: mit\n---\n", None),
         ("---\nlicense:\n- mit\n- apache-2.0\n---\n", None),
-        ("---\nlicense: mit\nlicense: apache-2.0\n---\n", None),
         ("---\nlicense: see <b>this</b> page\n---\n", None),
         ("---\nlicense: mit\n", None),
         ("", None),
