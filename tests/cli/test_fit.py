@@ -187,7 +187,7 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     ("words", "says"),
     [
         (("--limit-data", "0"), "limit_data must be >= 1, got 0; 2000 is enough"),
-        (("--stand-in", "small"), "stand_in"),
+        (("--stand-in", "small"), "--stand-in"),
         (("--stand-in", "tiny", "--model.backbone.name", "a/b"), "a/b: is not on this machine, and its architecture"),
     ],
 )
