@@ -212,7 +212,9 @@ def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> s
     longer = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
     matches = (longer or same_last)[:4] or get_close_matches(prefix + name, list(options), n=1)
     where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
-    guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in matches)}? " if matches else ""
+    if prefix:  # a key of a config, which has underscores
+        matches = [option.removeprefix(prefix).replace("-", "_") for option in matches]
+    guess = f"did you mean {' or '.join(matches)}? " if matches else ""
     return f"{line}{where}; {guess}--help lists the options"
 
 

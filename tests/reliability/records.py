@@ -117,7 +117,7 @@ CASES = {
     FIT: {
         "a lone surrogate in an instruction": (
             source(instruction="find \ud83d"),
-            "--config config.yaml: not a YAML file: an unpaired surrogate, line 8",
+            "--config config.yaml: not a YAML file: found invalid Unicode character",
         ),
         "a Latin-1 config": (config(b"# caf\xe9\n"), "--config config.yaml: not a YAML file"),
         "a config with a control character": (config(b"# \x07\n"), "--config config.yaml: not a YAML file"),
