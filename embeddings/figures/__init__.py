@@ -1,7 +1,7 @@
 """Floor 3: figures of runs and models, and the HTML report. Only this package imports matplotlib."""
 
 from embeddings.figures.clusters import draw_clusters, draw_contextual_shift
-from embeddings.figures.curves import draw_curves, draw_routing_curves, draw_sweep
+from embeddings.figures.curves import draw_curves, draw_routing_curves
 from embeddings.figures.drawing import check_output
 from embeddings.figures.heat_maps import draw_anchor_tokens, write_heat_maps
 from embeddings.figures.report import write_report
@@ -13,7 +13,6 @@ __all__ = [
     "draw_contextual_shift",
     "draw_curves",
     "draw_routing_curves",
-    "draw_sweep",
     "write_heat_maps",
     "write_report",
 ]

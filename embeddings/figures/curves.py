@@ -1,22 +1,17 @@
-"""Plots of runs over optimiser steps, and of a sweep's metric against its parameters."""
+"""Plots of runs over optimiser steps."""
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from embeddings.common import InputError
 from embeddings.figures.drawing import line_label, line_style, plain_axes, point_markers, pyplot, run_names, write_png
 from embeddings.figures.run_facts import LOSS, SCORE, Curve, metrics_path, read_curves
 
-Dot = tuple[Mapping[str, float | str], float]
-
 ENTROPY, IDLE = "routing/load_entropy", "routing/idle_experts"
 # Number of logged values in the running mean of the loss.
 WINDOW = 8
-_DOT, _MEAN, _BEST = "#8fb3d9", "#1f4e79", "#d1600f"
 
 
 def draw_curves(runs: Sequence[Path], output: Path) -> None:
@@ -103,90 +98,3 @@ def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     if not all(map(math.isfinite, values)):
         raise InputError(path, f"has a {column!r} that is not finite", hint)
     return steps, values
-
-
-def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], title: str, output: Path) -> None:
-    """Plot a metric against each parameter of a sweep, with the best run (by `mode`) marked in every panel.
-
-    `dots` are the finished runs, at least one: their parameters, the same for all, and the metric. Numeric parameters
-    are on the horizontal axis, logarithmic if values span decades; others have one row per value. If several runs share
-    a value, their mean is also shown.
-    """
-    plt = pyplot()
-    panels = list(dots[0][0])
-    best = (max if mode == "max" else min)(dots, key=lambda dot: dot[1])
-    columns = min(len(panels), 3)
-    rows = math.ceil(len(panels) / columns)
-    tallest = max((len(means(dots, name)) for name in panels if not is_numeric(dots, name)), default=0)
-    size = (7.0 if columns == 1 else 4.8 * columns), rows * max(3.6, 1.6 + 0.5 * tallest)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
-    for axis, name in zip(axes.flat, panels, strict=False):
-        if is_numeric(dots, name):
-            _draw_numbers(axis, dots, name, best)
-            axis.set_xlabel(name, parse_math=False)
-            axis.set_ylabel(label, parse_math=False)
-        else:
-            _draw_names(axis, dots, name, best, mode)
-            axis.set_title(name, size=10, parse_math=False)
-            axis.set_xlabel(label, parse_math=False)
-        plain_axes(axis)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    handles: dict[str, Any] = {}
-    for axis in axes.flat[: len(panels)]:
-        lines, names = axis.get_legend_handles_labels()
-        handles |= dict(zip(names, lines, strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(title, size=12, parse_math=False)
-    write_png(figure, output)
-
-
-def is_numeric(dots: Sequence[Dot], name: str) -> bool:
-    return not any(isinstance(values[name], str) for values, _ in dots)
-
-
-def means(dots: Sequence[Dot], name: str) -> dict[float | str, float]:
-    """The mean metric of each value of a parameter, sorted by value if numeric, else by mean."""
-    groups: dict[Any, list[float]] = {}
-    for values, metric in dots:
-        groups.setdefault(values[name], []).append(metric)
-    mean_of = {value: sum(metrics) / len(metrics) for value, metrics in groups.items()}
-    column = 0 if is_numeric(dots, name) else 1
-    return dict(sorted(mean_of.items(), key=lambda item: item[column]))
-
-
-def _draw_numbers(axis: Any, dots: Sequence[Dot], name: str, best: Dot) -> None:
-    numbers = [float(values[name]) for values, _ in dots]
-    axis.plot(numbers, [metric for _, metric in dots], "o", color=_DOT, markersize=5, label="run")
-    mean_of = means(dots, name)
-    if 1 < len(mean_of) < len(dots):
-        axis.plot(list(mean_of), list(mean_of.values()), "-", color=_MEAN, linewidth=1.2, marker="D", label="mean")
-    axis.plot([float(best[0][name])], [best[1]], "o", color=_BEST, markersize=7, label="best run")
-    if min(numbers) > 0 and max(numbers) / min(numbers) >= 10:
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-        axis.set_xscale("log")
-        # Over many decades only powers of ten are labelled.
-        is_wide = max(numbers) / min(numbers) > 200
-        axis.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
-    if len(mean_of) <= 6:
-        axis.set_xticks(list(mean_of), [f"{value:g}" for value in mean_of])
-        axis.minorticks_off()
-    axis.margins(x=0.08, y=0.12)
-
-
-def _draw_names(axis: Any, dots: Sequence[Dot], name: str, best: Dot, mode: Literal["max", "min"]) -> None:
-    mean_of = means(dots, name)
-    row_of = {value: row for row, value in enumerate(mean_of)}
-    axis.plot([metric for _, metric in dots], [row_of[v[name]] for v, _ in dots], "o", color=_DOT, label="run")
-    if len(mean_of) < len(dots):
-        axis.plot(list(mean_of.values()), list(row_of.values()), "D", color=_MEAN, label="mean")
-    axis.plot([best[1]], [row_of[best[0][name]]], "o", color=_BEST, markersize=7, label="best run")
-    wrap = partial(textwrap.fill, width=34, max_lines=3, placeholder=" …")
-    axis.set_yticks(list(row_of.values()), [wrap(str(value)) for value in row_of], size=9, parse_math=False)
-    ends = -0.7, len(row_of) - 0.3
-    axis.set_ylim(ends if mode == "max" else ends[::-1])  # the best at the top
-    axis.margins(x=0.08)

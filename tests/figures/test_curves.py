@@ -1,4 +1,4 @@
-"""Curves of one run and of several, and the picture of a sweep."""
+"""Curves of one run and of several."""
 
 import pytest
 
@@ -7,9 +7,6 @@ from embeddings.figures.curves import (
     WINDOW,
     draw_curves,
     draw_routing_curves,
-    draw_sweep,
-    is_numeric,
-    means,
 )
 
 pytest.importorskip("matplotlib")
@@ -111,49 +108,6 @@ def test_each_run_has_a_line_in_both_panels_under_one_name(runs, drawn):
 DOTS = [
     ({"lr": lr, "pooling": pooling}, lr * 100 + len(pooling)) for lr in (0.001, 0.01) for pooling in ("cls", "mean")
 ]
-
-
-def test_numbers_have_an_axis_and_names_have_rows(kept, tmp_path):
-    draw_sweep(DOTS, "score", "max", "two", tmp_path / "a.png")
-    numbers, names = kept[0].axes
-    assert (numbers.get_xlabel(), numbers.get_ylabel(), numbers.get_xscale()) == ("lr", "score", "log")
-    assert [text.get_text() for text in numbers.get_xticklabels()] == ["0.001", "0.01"]
-    assert (names.get_title(), names.get_xlabel()) == ("pooling", "score")
-    assert [text.get_text() for text in names.get_yticklabels()] == ["cls", "mean"]
-
-
-@pytest.mark.parametrize("mode", ["max", "min"])
-def test_the_best_run_is_marked_in_every_panel_and_on_top(mode, kept, tmp_path):
-    draw_sweep(DOTS, "score", mode, "two", tmp_path / "a.png")
-    best = (max if mode == "max" else min)(value for _, value in DOTS)
-    axes = kept[0].axes
-    names = axes[1]
-    found = [line for axis in axes for line in axis.get_lines() if line.get_label() == "best run"]
-    assert [float(found[0].get_ydata()[0]), float(found[1].get_xdata()[0])] == [best, best]
-    bottom, top = names.get_ylim()
-    assert (bottom < top) == (mode == "max")
-
-
-def test_means_are_drawn_where_runs_share_a_value(kept, tmp_path):
-    draw_sweep(DOTS, "score", "max", "shared", tmp_path / "a.png")
-    draw_sweep([({"lr": lr}, lr) for lr in (1.0, 2.0, 3.0)], "score", "max", "alone", tmp_path / "a.png")
-    axes = [axis for figure in kept for axis in figure.axes]
-    has_means = ["mean" in axis.get_legend_handles_labels()[1] for axis in axes]
-    assert has_means == [True, True, False]
-    assert axes[2].get_xscale() == "linear"
-
-
-def test_means_are_in_the_order_of_numbers_or_of_the_metric():
-    assert means(DOTS, "lr") == pytest.approx({0.001: 3.6, 0.01: 4.5})
-    assert list(means([({"a": "x"}, 2.0), ({"a": "y"}, 1.0)], "a")) == ["y", "x"]
-    assert is_numeric(DOTS, "lr")
-    assert not is_numeric(DOTS, "pooling")
-
-
-def test_a_dollar_sign_starts_no_formula(tmp_path):
-    odd = r"my$\a{$"
-    draw_sweep([({odd: odd, f"{odd}2": 1.0}, 0.5)], odd, "min", odd, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_a_loss_is_named(tmp_path):
