@@ -105,11 +105,6 @@ def test_each_run_has_a_line_in_both_panels_under_one_name(runs, drawn):
     assert "idle experts" in idle.get_ylabel()
 
 
-DOTS = [
-    ({"lr": lr, "pooling": pooling}, lr * 100 + len(pooling)) for lr in (0.001, 0.01) for pooling in ("cls", "mean")
-]
-
-
 def test_a_run_without_a_loss_is_named(tmp_path):
     with pytest.raises(InputError, match="has no 'train/loss'; name a run that logged its loss"):
         draw_curves([write_run(tmp_path, HEADER + "0,,0.25\n")], tmp_path / "a.png")
