@@ -264,3 +264,28 @@ def test_the_notebook_does_what_the_quickstart_does(
     assert printed(r"^(\w[\w ]+?) +[01]\.\d{3} +[01]\.\d{3}$") == ["BM25", "before training", "after training"]
     assert len(printed(r"^  -?[01]\.\d{3}  \w")) == 9
     assert Path("checkpoints/quickstart_notebook/curves.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ray_computes_the_vectors_of_the_encoder(world: Path, printed: Printed) -> None:
+    pytest.importorskip("ray")
+    run("ray_encode", world / "encoder", world / "validation" / "corpus.jsonl", "vectors")
+    table = pq.read_table("vectors")
+    expected = Encoder.from_pretrained(str(world / "encoder"), device="cpu").encode_document(table["text"].to_pylist())
+    assert np.array_equal(np.array(table["vector"].to_pylist(), dtype=np.float32), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_datatrove_removes_the_near_copy_of_a_pair(tmp_path: Path, printed: Printed) -> None:
+    pytest.importorskip("datatrove")
+    words = [f"word{chr(97 + row)}{chr(97 + column)}" for row in range(20) for column in range(20)]
+    pairs = [{"query": f"about {words[row * 20]}", "positive": " ".join(words[row * 20 :][:20])} for row in range(20)]
+    copies = [{**pair, "positive": f"{pair['positive']} again"} for pair in pairs[:3]]
+    (tmp_path / "pairs").mkdir()
+    lines = [json.dumps(pair) + "\n" for pair in (*pairs, *copies)]
+    (tmp_path / "pairs" / "pairs.jsonl").write_text("".join(lines))
+    run("datatrove_near_copies", tmp_path / "pairs", tmp_path / "kept")
+    kept = [json.loads(line) for path in (tmp_path / "kept").iterdir() for line in path.read_text().splitlines()]
+    assert sorted(pair["query"] for pair in kept) == sorted(pair["query"] for pair in pairs)
