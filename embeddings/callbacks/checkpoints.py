@@ -27,21 +27,14 @@ from embeddings.training.strategy import training_strategy
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, flushes it to disk, and only then renames it.
+    """Writes checkpoints atomically, with a checksum, and reads them without running code.
 
-    After a crash at any point the path has the old checkpoint or the complete new one. Reading a checkpoint runs no
-    code: see `embeddings.common.checkpoint_file`. A remote path (`s3://…`) receives a copy of a local file.
-
-    With `asynchronous`, training waits only while the state is copied to a reused buffer in main memory. A thread
-    writes one file at a time, and older checkpoints are removed once the new one is complete. The next save or the end
-    of the run raises an error of the thread.
+    After a crash at any point the path has the old checkpoint or the complete new one. A remote path (`s3://…`)
+    receives a copy of a local file. With `asynchronous`, training waits only while the state is copied to main memory;
+    the next save or the end of the run raises an error of the thread that writes.
 
     Args:
         asynchronous: Whether training continues while a checkpoint is written.
-
-    Raises:
-        InputError: If the checkpoint contains a value that is neither a tensor nor a plain type; the message names it.
-        OSError: If the disk is full or the folder is not writable; the previous file remains.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -55,7 +48,6 @@ class DurableCheckpointIO(CheckpointIO):
         self.written: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write one checkpoint, or copy it for the thread to write."""
         if storage_options is not None:
             raise TypeError("DurableCheckpointIO does not support storage_options")
         if self.asynchronous:
@@ -73,7 +65,6 @@ class DurableCheckpointIO(CheckpointIO):
         self._tasks = [self._thread.submit(write, *arguments)]
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """The content of a checkpoint, its tensors in main memory; both options have no effect."""
         self.wait()
         if "://" not in str(path):
             return read_checkpoint(path)
@@ -82,7 +73,6 @@ class DurableCheckpointIO(CheckpointIO):
             return read_checkpoint(f"{folder}/checkpoint")
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove one checkpoint, after the current write is complete."""
         self.written.discard(os.path.abspath(path))
         if self._thread is not None and self._tasks:
             self._tasks.append(self._thread.submit(_remove, path, self._tasks[0]))
@@ -96,7 +86,6 @@ class DurableCheckpointIO(CheckpointIO):
             task.result()
 
     def teardown(self) -> None:
-        """Wait, then release the thread and the memory."""
         try:
             self.wait()
         finally:
@@ -161,18 +150,13 @@ def finish_writing(trainer: L.Trainer) -> None:
 
 @runtime_checkable
 class _TrainedModule(Protocol):
-    """The part of a `BaseModule` that estimates the size of its checkpoints."""
-
     def state_per_weight(self) -> float: ...
 
     def frozen_names(self) -> set[str]: ...
 
 
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
-    """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints.
-
-    A `resumed` checkpoint in the same folder counts as one of the two. Called before weights are sharded.
-    """
+    """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints, one of them `resumed`."""
     kept = model_checkpoints(trainer)
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
@@ -221,7 +205,6 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
 
 
 def embedder_of(module: L.LightningModule, callback: L.Callback) -> Embedder:
-    """The module's `embedder`, which a callback needs."""
     embedder = getattr(module, "embedder", None)
     if not isinstance(embedder, Embedder):
         name = type(callback).__name__
@@ -272,16 +255,11 @@ class ExportModel(_Export):
 
     Args:
         output: The directory to write. It may contain a model of the same run, which is replaced.
-        best: Whether to export the best checkpoint of the first `ModelCheckpoint` with a `monitor`; without one, the
-            last weights are exported.
+        best: Whether to export the best checkpoint of the first `ModelCheckpoint` with a `monitor`, if there is one.
         query_max_length: Maximum number of tokens of a query in the exported model, >= 4; None for that of training.
         document_max_length: The same for a document.
         replace: Whether a model of another run is replaced too.
         licence: The model's licence for the card, by its name on the Hub (`apache-2.0`).
-
-    Raises:
-        OptionError: If a length is invalid, or `output` is not a folder or contains another run's model.
-        UserError: If the module has no embedder.
     """
 
     def __init__(
@@ -301,7 +279,6 @@ class ExportModel(_Export):
         self._with_lengths(TextSettings())
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """Check the output path, that the model can be written, and that it has positions for its lengths."""
         super().check_run(trainer, module, data)
         embedder = embedder_of(module, self)
         embedder.check_saving()
@@ -332,10 +309,6 @@ class ExportLanguageModel(_Export):
         output: The directory to write. It may contain a model of the same run, which is replaced.
         best: Whether to export the best checkpoint of the first `ModelCheckpoint` with a `monitor`, such as `val/loss`.
         replace: Whether a model of another run is replaced too.
-
-    Raises:
-        OptionError: If `output` is not a folder or contains another run's model.
-        UserError: If the module has no language model.
     """
 
     def __init__(self, output: str, best: bool = False, replace: bool = False) -> None:

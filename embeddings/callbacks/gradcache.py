@@ -19,8 +19,7 @@ KEPT_FRACTION = 0.5
 class GradCacheCallback(L.Callback):
     """Trains any contrastive module in mini-batches with the gradient of the full batch.
 
-    The memory of the embeddings then limits the batch size, not that of the encoder's activations. The module stays
-    under automatic optimisation: its `training_step` runs all backward passes except the last.
+    The memory of the embeddings then limits the batch size, not that of the encoder's activations.
 
     Args:
         mini_batch_tokens: Maximum number of padded tokens in a mini-batch, including context slots and soft prompts.
@@ -32,14 +31,7 @@ class GradCacheCallback(L.Callback):
         equal_mini_batches: Whether all ranks run the same number of mini-batches; always true under FSDP2, ZeRO-2 and
             ZeRO-3.
 
-    The order of sums depends on which graphs are kept. So checkpoints contain the value that `auto` measured, and a
-    resumed run is bit-identical unless it has less memory.
-
-    Distributed: with `auto` one all-reduce, after the first optimiser step.
-    Raises:
-        OptionError: If an option is impossible.
-        UserError: If the module is not contrastive, or the strategy is not supported.
-    Related: `training.gradcache.GradCache`, the engine without Lightning.
+    The order of sums depends on which graphs are kept, so checkpoints contain the value that `auto` measured.
     """
 
     def __init__(
@@ -95,7 +87,7 @@ class GradCacheCallback(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Free the heap; measure after the first optimiser step, when gradients and optimiser state are allocated."""
+        """Free the heap; measure after the first optimiser step, when gradients and optimiser state exist."""
         if pl_module.device.type == "cpu":
             # Mini-batches of changing lengths leave gaps: over five steps of the quickstart the heap grew by 1 GiB.
             trim_malloc()

@@ -1,7 +1,7 @@
 """Training loops that resume from every point at which a checkpoint is written.
 
-A checkpoint is written inside a hook: after a step, after a validation loop, or at the end of an epoch. Lightning skips
-whatever would have followed that hook, and forgets that training was asked to stop. These loops run it.
+A checkpoint is written inside a hook. Lightning skips whatever would have followed that hook, and forgets that
+training was asked to stop. These loops run it.
 """
 
 import os
@@ -37,7 +37,6 @@ class EpochLoop(_TrainingEpochLoop):
             self._skip_next_val = self.val_loop.batch_progress.is_last_batch
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Finish the step of the checkpoint."""
         super().on_run_start(data_fetcher)
         if self.restarted_on_last:
             if self.is_step_open:
@@ -48,10 +47,7 @@ class EpochLoop(_TrainingEpochLoop):
 
 
 class FitLoop(_FitLoop):
-    """Lightning's loop over epochs, whose state also contains the latest metrics and whether training was to stop.
-
-    A resumed run calls the hooks `on_train_start` and `on_train_end` even if no step is left.
-    """
+    """Lightning's loop over epochs, whose state also contains the latest metrics and whether training was to stop."""
 
     epoch_loop: EpochLoop
     # Whether a checkpoint of a run was loaded that is resumed in its own folder.

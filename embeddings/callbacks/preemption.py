@@ -18,17 +18,10 @@ from embeddings.common.protocols import RunData
 class Preemption(L.Callback):
     """Stops training at SIGUSR1, SIGTERM or Ctrl-C; after the first two, SLURM requeues the job.
 
-    The handler only records the signal. At the end of an optimiser step, after all other callbacks, the ranks agree,
-    write one checkpoint (`last.ckpt` in the run's checkpoint folder; it replaces the run's previous one), and end with
-    a `PreemptedError`. The step is logged; a validation loop that is due after it is skipped. After its last step a run
-    finishes normally. A second Ctrl-C ends the run at once, without a checkpoint.
-
-    Lightning's own handlers, which save and communicate inside a signal handler, are never installed. The command line
-    adds this callback to every run.
-
-    Distributed: one all-reduce of an integer per optimiser step.
-    Raises:
-        OptionError: If the strategy starts ranks with `multiprocessing` (`ddp_spawn`, `ddp_fork`, `ddp_notebook`).
+    At the end of an optimiser step, after all other callbacks, the ranks agree (one all-reduce), write one checkpoint,
+    the run's `last.ckpt`, and end with a `PreemptedError`. After its last step a run finishes normally. A second Ctrl-C
+    ends the run at once, without a checkpoint. The command line adds this callback to every run, in place of
+    Lightning's handlers, which save and communicate inside a signal handler.
     """
 
     def __init__(self) -> None:
@@ -112,7 +105,7 @@ def _write_checkpoint(trainer: L.Trainer) -> str:
 
 
 def _last_path(trainer: L.Trainer, kept: ModelCheckpoint) -> str:
-    """The path that Lightning uses for the last checkpoint: it replaces this run's file, but not another run's."""
+    """Lightning's path of the last checkpoint: it replaces this run's file, but not another run's."""
     own = os.path.abspath(kept.last_model_path or trainer.ckpt_path or "")
     path, version = kept.format_checkpoint_name({}, kept.CHECKPOINT_NAME_LAST), kept.STARTING_VERSION
     while os.path.abspath(path) != own and kept.file_exists(path, trainer):

@@ -31,11 +31,10 @@ from embeddings.training.gradcache import (
 
 
 class StepProgress(TQDMProgressBar):
-    """Shows the steps of the full run, including those before a resume; Lightning's bar shows the batches of one epoch.
+    """Shows the steps of the full run, including those before a resume.
 
     If stderr is a terminal, it is one bar. Otherwise it is a line at the first step, every `every_seconds`, and at the
-    last step. The remaining time is estimated from the mean speed of this process. Metrics that are logged with
-    `prog_bar=True` are appended.
+    last step. Metrics that are logged with `prog_bar=True` are appended.
 
     Args:
         every_seconds: Seconds between two lines if stderr is not a terminal, >= 0.
@@ -74,20 +73,16 @@ class StepProgress(TQDMProgressBar):
             self.train_progress_bar.update(steps)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Show the last step."""
         if self._train_progress_bar is not None:
             self.train_progress_bar.close()
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """The metrics for the progress bar, and the epoch if there are several, without the folder's version."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown if trainer.max_epochs == 1 else {"epoch": trainer.current_epoch, **shown}
 
 
 class ParameterCount(L.Callback):
-    """Logs the number of parameters, and of trained parameters, in one line."""
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         total = count_values(pl_module.parameters())
         trained = count_values(weight for weight in pl_module.parameters() if weight.requires_grad)
@@ -106,17 +101,7 @@ def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
 
 @dataclass
 class Work:
-    """The size of some batches.
-
-    Attributes:
-        pairs: Queries, or rows of a language model.
-        tokens: Tokens of their texts and of context documents.
-        computed: Positions that the encoders computed, including padding.
-        read: Positions of the texts without padding: tokens, context slots and soft prompts.
-        squares: The sum over texts of squared positions, for the cost of attention.
-        context: Tokens of context documents, the input of the first stage.
-        context_squares: The sum over context documents of squared tokens.
-    """
+    """The size of some batches."""
 
     pairs: int = 0
     tokens: int = 0
@@ -133,8 +118,6 @@ class Work:
 
 @runtime_checkable
 class _ReadsAnotherBatch(Protocol):
-    """A module that adds data to a batch, such as a context."""
-
     read_batch: ContrastiveBatch
 
 
@@ -146,16 +129,11 @@ class Throughput(L.Callback):
     - `throughput/padding`: fraction of the computed positions that are padding. This and all following values are means
       over the ranks.
     - `throughput/waiting`: fraction of the time that a rank spent outside steps, in the loader or other callbacks.
-    - `throughput/tflops`: the model's operations per second on a rank, in 10^12. Each unpadded position counts once
-      forward and twice backward (once through frozen weights), in each stage of the model. Pooling, loss, embedding
-      tables, padding and recomputation by GradCache or checkpointing do not count.
+    - `throughput/tflops`: the model's operations per second on a rank, in 10^12, without pooling, loss,
+      embedding tables, padding and recomputation.
 
     Args:
         every_n_steps: Optimiser steps between two logged rows, > 0. The first row includes the first steps.
-
-    Distributed: one all-reduce every `every_n_steps` optimiser steps.
-    Raises:
-        UserError: If the module has no backbone.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -229,7 +207,6 @@ def work_of(batch: Any, engine: GradCache | None = None) -> Work:
 
 
 def flops(module: nn.Module, work: Work) -> float:
-    """Operations of training on some texts; a multiplication and an addition count as two."""
     backbone, first_stage = backbone_of(module), getattr(getattr(module, "embedder", None), "first_stage", None)
     assert backbone is not None
     total = backbone_flops(backbone, work.read, work.squares)
@@ -256,7 +233,6 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
-    """The backbone of a module's embedder or language model."""
     model: Any = getattr(module, "embedder", None) or getattr(module, "language_model", None)
     found = getattr(model, "backbone", None)
     return found if isinstance(found, nn.Module) else None

@@ -19,8 +19,7 @@ class RetrievalEvaluation(L.Callback):
 
     A model that is trained at several dimensions is scored at each; scores of truncated embeddings are logged as
     `val/ndcg_at_10_128`. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same
-    `every_n_train_steps` keeps the best model. The folder is read before training, so an error in it ends the run
-    before any file is written.
+    `every_n_train_steps` keeps the best model. Rank 0 evaluates while the others wait.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
@@ -30,8 +29,6 @@ class RetrievalEvaluation(L.Callback):
         at_start: Whether the model is also scored before its first step.
         context_size: Number of documents of the folder, sampled once, that are the context of a contextual model; None
             for the number of its slots, 0 for no context.
-
-    Distributed: rank 0 evaluates while the others wait, or all ranks with sharded weights; the scores are broadcast.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class RetrievalEvaluation(L.Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in checkpoints; a run may have one callback for each name."""
         return self._generate_state_key(name=self.name, folder=self.folder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,14 +101,12 @@ class RetrievalEvaluation(L.Callback):
             self._score_and_log(trainer, pl_module)
 
     def _score_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the current step once, for the loggers and for callbacks that monitor a metric."""
         if trainer.global_step == self._scored_step:
             return
         for name, value in self._score(trainer, pl_module).items():
             pl_module.log(name, value, prog_bar=name.endswith(METRICS[0]), logger=False)
 
     def _score(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
-        """Score the model, and write the scores to the loggers."""
         assert self._data is not None
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None

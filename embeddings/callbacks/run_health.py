@@ -23,20 +23,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RunHealth(L.Callback):
     """Compares the ranks' weights at regular steps, and records the examples of a step with a numeric error.
 
-    A module of this library stops all ranks before an update if a loss or a gradient is NaN or infinite (with
-    `16-mixed` the loss scaler skips the update instead). Each rank then writes `numeric-error-rank-R.json` into the
-    run's folder: the step, the message, and the rows of each source that it read since the last update. No checkpoint
-    is written at that exception.
-
-    Under DDP the weights of all ranks are equal, unless memory is faulty or only some ranks made an update. This
-    callback compares their checksums; it does not compare sharded weights.
+    A module of this library stops all ranks before an update if a loss or a gradient is NaN or infinite. Each rank then
+    writes `numeric-error-rank-R.json` into the run's folder: the step, the message, and the rows of each source that it
+    read since the last update. Under DDP this callback also compares checksums of the ranks' weights, which differ if
+    memory is faulty.
 
     Args:
         compare_every_n_steps: Optimiser steps between two comparisons of the weights, > 0; None for no comparison.
-
-    Distributed: an all-gather of one integer every `compare_every_n_steps` optimiser steps.
-    Raises:
-        NumericError: After a step, on all ranks, if a rank's weights differ from rank 0's.
     """
 
     def __init__(self, compare_every_n_steps: int | None = 500) -> None:
@@ -94,10 +87,7 @@ class RunHealth(L.Callback):
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """An integer checksum of the weights. One flipped bit changes it; two in one parameter may cancel out.
-
-    It sums each parameter's bits as integers, times an odd number derived from the parameter's name.
-    """
+    """An integer checksum of the weights: of each parameter's bits, times an odd number derived from its name."""
     parameters = dict(module.named_parameters())
     sums = [
         parameter.detach().contiguous().flatten().view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
@@ -133,9 +123,6 @@ class RoutingStatistics(L.Callback):
 
     Args:
         every_n_steps: Optimiser steps between two logged rows, > 0.
-
-    Raises:
-        UserError: If the module has no sparse layers, or does not collect their routing sums.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:

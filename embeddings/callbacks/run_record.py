@@ -51,17 +51,14 @@ MODEL_RUN_FILE = "training_run.json"
 
 @runtime_checkable
 class _ReportsHarm(Protocol):
-    """A callback that compares scores before and after training."""
-
     def harm(self) -> str: ...
 
 
 class RunRecord(SaveConfigCallback):
     """Writes `config.yaml` and `run.json` into the run's folder, and config and run into every checkpoint.
 
-    `run.json` gets an `end` when the run ends; a run without one was killed or is still running. If training only
-    lowered a score, a warning is logged, and noted as the end's `why`. A process that resumes a run in its folder keeps
-    the run's `id`, and moves the records of earlier processes to `earlier`.
+    `run.json` gets an `end` when the run ends; a run without one was killed or is still running. A process that
+    resumes a run in its folder keeps the run's `id`, and moves the records of earlier processes to `earlier`.
 
     Args:
         parser: The parser that read the config.
@@ -84,7 +81,6 @@ class RunRecord(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write `config.yaml` and `run.json`, on rank 0."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.plain_config, sort_keys=False, allow_unicode=True)
         write_text(self.log_dir / "config.yaml", text)
@@ -188,7 +184,6 @@ def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) ->
 
 
 def mark_output(trainer: L.Trainer, folder: Path) -> None:
-    """Write the run's id into a model directory."""
     record = RunRecord.of(trainer)
     if record is not None:
         write_json(folder / MODEL_RUN_FILE, {"id": record.id, "step": trainer.global_step})
@@ -205,7 +200,6 @@ def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
 
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
-    """A parsed config as plain types."""
     # Not validated again: validation takes longer than the rest of a run's start.
     plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
     return plain
@@ -239,9 +233,8 @@ class ResumedRun(NamedTuple):
 class RunLogger(CSVLogger):
     """Writes `metrics.csv` into the run's folder, and chooses that folder.
 
-    A new run creates the next `version_N`, so two runs that start together get two folders. A resumed run removes the
-    rows after its checkpoint's step from its `metrics.csv`, and appends to it. A lock on the folder, released when the
-    process ends, excludes other processes. `RunRecord` writes all rows before each checkpoint.
+    A new run creates the next `version_N`, also if two runs start together. A resumed run removes the rows after its
+    checkpoint's step, and appends. A lock on the folder excludes other processes.
     """
 
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
@@ -271,7 +264,6 @@ class RunLogger(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """The writer of `metrics.csv`; the first call creates the folder, or truncates the resumed run's file."""
         if self._experiment is None:
             self._make_folder()
             self.hold()
@@ -281,7 +273,6 @@ class RunLogger(CSVLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the last rows, and unlock the folder."""
         super().finalize(status)
         if self._lock is not None:
             self._lock.close()
@@ -300,7 +291,7 @@ class RunLogger(CSVLogger):
             follower._version = self.version
 
     def _truncate(self) -> list[str]:
-        """Remove the rows after the resumed step from `metrics.csv`; returns its columns, empty for a new file."""
+        """Remove the rows after the resumed step from `metrics.csv`; returns its columns."""
         path = Path(self.log_dir) / METRICS_FILE
         if self.resumed is None or not path.is_file():
             path.unlink(missing_ok=True)
@@ -320,7 +311,7 @@ class _Appender(ExperimentWriter):
         self.metrics_keys = names
 
     def _check_log_dir_exists(self) -> None:
-        """Accept existing files."""
+        """Lightning's would remove existing files."""
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         if "://" in self.metrics_file_path:

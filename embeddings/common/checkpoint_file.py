@@ -51,8 +51,7 @@ def plain(
 ) -> Any:
     """A copy of a checkpoint's content with each tensor replaced; an `InputError` names a value of another type.
 
-    Plain are None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter and `kinds` of tensors, not
-    their subclasses. `replace` gets each tensor and its place in the content.
+    `replace` gets each tensor and its place in the content; tensors have exactly one of the types `kinds`.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -105,7 +104,6 @@ class _CheckedFile:
         return self._file.write(content)
 
     def finish(self) -> None:
-        """Append the comment with the checksum."""
         length = _COMMENT_BYTES.to_bytes(2, "little")
         self._hash.update(length)
         self._file.seek(-2, os.SEEK_END)
@@ -113,10 +111,9 @@ class _CheckedFile:
 
 
 def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint to a temporary file, flush it to disk, and only then rename it to `path`.
+    """Write a checkpoint atomically: after a crash `path` has the old checkpoint or the complete new one.
 
-    After a crash or an `OSError` at any point `path` has either the old checkpoint or the complete new one. An
-    `InputError` names content that is not plain (see `plain`).
+    An `InputError` names content that is not plain (see `plain`).
     """
     path, sizes = Path(path), dict[int, int]()
 
@@ -150,10 +147,7 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a checkpoint file or folder, its tensors in main memory; every byte is checked.
-
-    An `InputError` refuses a checkpoint that is truncated, damaged, or not of this library.
-    """
+    """The content of a checkpoint file or folder, its tensors in main memory; every byte is checked."""
     return _read(Path(path), "cpu")
 
 
@@ -207,7 +201,6 @@ def _comment(file: BufferedReader) -> bytes:
 
 
 def _checksum(file: BufferedReader) -> bytes:
-    """The checksum of the bytes before the comment."""
     checksum, left = xxhash.xxh3_128(), os.fstat(file.fileno()).st_size - _COMMENT_BYTES
     buffer = memoryview(bytearray(2**20))
     while left > 0:
@@ -229,30 +222,21 @@ CONTENT = "content"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint of sharded tensors: each rank wrote its parts with `torch.distributed.checkpoint`.
-
-    Attributes:
-        parts: The subfolder of the parts, in safetensors files.
-        content: The content; a sharded tensor has no data (device `meta`).
-        hashes: The hash of each file in `parts`.
-    """
+    """A checkpoint of sharded tensors (device `meta` in `content`), whose parts each rank wrote to files in `parts`."""
 
     parts: Path
     content: dict[str, Any]
     hashes: dict[str, str]
 
     def check(self, rank: int = 0, num_ranks: int = 1) -> None:
-        """Check the bytes of every `num_ranks`-th file; an `InputError` names a damaged or missing one."""
+        """Check the bytes of every `num_ranks`-th file."""
         for name, expected in sorted(self.hashes.items())[rank::num_ranks]:
             if not (self.parts / name).is_file() or file_hash(self.parts / name) != expected:
                 what = f"is damaged: {self.parts.name}/{name} is missing or not as it was written"
                 raise InputError(str(self.parts.parent), what, _HINT)
 
     def load(self, like: Callable[[Tensor, Place], Tensor], is_alone: bool) -> dict[str, Any]:
-        """The content with data in its sharded tensors, loaded into those that `like` makes for a tensor's place.
-
-        All ranks take part unless this process is alone.
-        """
+        """The content with its sharded tensors loaded into those that `like` makes; all ranks take part."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 

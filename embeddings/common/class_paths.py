@@ -46,9 +46,7 @@ _DOTTED = re.compile(r"\b[^\W\d]\w*(?:\.\w+)+")
 def restricted_imports() -> Iterator[None]:
     """Inside, jsonargparse imports only `ALLOWED` and the packages in `$EMBED_IMPORTS`, separated by commas.
 
-    It checks a path as written before it imports anything, and then the path where the object is defined, so that a
-    file cannot reach another library's objects through one of our modules. The settings that the process had before are
-    restored: a script may have parsers of its own.
+    It checks a path as written, and then the path where the object is defined.
     """
     before = dict(parsing_settings)
     try:
@@ -67,7 +65,6 @@ def restricted_imports() -> Iterator[None]:
 
 
 def may_import(path: str) -> bool:
-    """Whether the list permits this import path."""
     return _is_below(path, (*ALLOWED, *_trusted()))
 
 
@@ -86,14 +83,9 @@ def trust_hint(path: str) -> str:
 
 
 def named_function(parsed: Any, text: str) -> str | None:
-    """The import path of a function that a file names, or None.
+    """The import path of a function in a parsed configuration or in its text, or None; trusted packages may have them.
 
-    A class path may name a class only: jsonargparse would call a function, and a callback would call one that it gets
-    as an argument. Functions of trusted packages are accepted.
-
-    Args:
-        parsed: The parsed configuration.
-        text: The configuration as written.
+    A class path may name a class only: jsonargparse would call a function.
     """
     paths: list[str] = [*_class_paths(parsed), *_DOTTED.findall(text)]
     for path in dict.fromkeys(paths):

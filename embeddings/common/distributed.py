@@ -10,7 +10,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def is_distributed() -> bool:
-    """Whether there is more than one rank."""
     return world_size() > 1
 
 
@@ -59,7 +58,6 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def count_values(parameters: Iterable[Tensor]) -> int:
-    """Number of values of the parameters, over all ranks."""
     return sum(full_shape(parameter).numel() for parameter in parameters)
 
 
@@ -82,9 +80,8 @@ def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
 def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
     """The candidates of all ranks, (sum of counts, D), in rank order; gradients flow back to each candidate's rank.
 
-    The backward sums the gradients of all ranks' losses. If each rank's loss is the mean over its B queries, and the
-    strategy averages parameter gradients (DDP, FSDP and DeepSpeed do), the step equals that of one process with all
-    R x B queries. So the loss needs no world-size factor.
+    The backward sums the gradients of all ranks' losses. The strategy averages parameter gradients, so if each loss is
+    the mean over its rank's queries, the step equals that of one process and needs no world-size factor.
 
     Args:
         candidate_CD: This rank's candidates, (C, D) float.
@@ -99,12 +96,7 @@ def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of all ranks' values, of any shape and dtype; the backward sums the gradients of all ranks' losses.
-
-    As with `gather_candidates`, averaging parameter gradients over the ranks then gives one process's gradient.
-
-    Distributed: all-reduce (sum) forward, and backward if there is a gradient. Every rank must run both.
-    """
+    """The sum of all ranks' values; the backward sums the gradients of all ranks' losses (see `gather_candidates`)."""
     if not is_distributed():
         return value
     total: Tensor = _SumOverRanks.apply(value)  # type: ignore[no-untyped-call]
@@ -112,11 +104,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def mean_over_ranks(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The means over all ranks of scalars, which every rank has under the same names; without a gradient.
-
-    Precision: float32 (float64 if any value is). On one rank the values are unchanged.
-    Distributed: one all-reduce.
-    """
+    """The means of scalars over all ranks in float32 (float64 if any is), without a gradient; one all-reduce."""
     detached = {name: value.detach() for name, value in values.items()}
     if not is_distributed():
         return detached
@@ -165,7 +153,6 @@ def _all_gather(value_N: Tensor, counts: list[int]) -> Tensor:
 
 
 def _padded(value_N: Tensor, num_rows: int) -> Tensor:
-    """The rows padded with zero rows: collectives need equal shapes on all ranks."""
     missing = num_rows - len(value_N)
     if not missing:
         return value_N.contiguous()

@@ -35,10 +35,7 @@ def pip_install(extra: str) -> str:
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix; the command line prints its one-line message and exits with `exit_code`.
-
-    Raise it where a user's value enters the library; inside, trust the types.
-    """
+    """A mistake that the user can fix; the command line prints its one-line message and exits with `exit_code`."""
 
     exit_code = 2
 
@@ -75,7 +72,7 @@ class OptionError(UserError):
 
 
 class SeveralErrors(UserError):
-    """Several independent errors in one line; `errors` are those of each check, in order, each once."""
+    """Several independent errors in one line."""
 
     # Of one that was pickled only the message is left.
     errors: Sequence[UserError] = ()
@@ -120,8 +117,6 @@ class NumericError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """A worker process died."""
-
     exit_code = 70
 
 
@@ -129,7 +124,7 @@ class PreemptedError(SystemExit):
     """A signal ended the run early; not an `Exception`, so that retries do not treat it as a failure.
 
     Args:
-        line: What was saved and how to resume, for standard error; empty on all ranks but the first.
+        line: What was saved and how to resume; empty on all ranks but the first.
         code: 75 if the job is requeued or the signal announces it, 130 after Ctrl-C, 143 after SIGTERM.
     """
 
@@ -139,7 +134,7 @@ class PreemptedError(SystemExit):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library has panicked; its class cannot be imported and does not inherit `Exception`."""
+    """Whether a Rust library has panicked; its class does not inherit `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
@@ -176,7 +171,6 @@ def rust_panics_as_errors() -> Iterator[None]:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value for a message, truncated to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

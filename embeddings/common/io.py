@@ -43,10 +43,7 @@ FILES, CHECKSUM = "files", "xxh3_128"
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
-
-    After a crash `path` has its old content or the complete new one.
-    """
+    """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`."""
     target = Path(path)
     with temporary_path(target) as temporary:
         temporary.touch(mode=0o600, exist_ok=False)
@@ -62,10 +59,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`; on leaving without an error it is flushed to disk and becomes `target`.
-
-    Several processes may write the same target: the first to finish wins, and the others' folders are discarded.
-    """
+    """A temporary folder that becomes `target` on leaving without an error; the first of several processes wins."""
     new_parents = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
     try:
         with scratch_folder(target) as folder:
@@ -105,10 +99,7 @@ OLD_CONTENT = "old"
 
 @contextmanager
 def temporary_path(target: Path) -> Iterator[Path]:
-    """A free path beside `target`, with a lock beside it that shows that this process is alive.
-
-    A process's first call in a folder removes what killed processes left there.
-    """
+    """A free path beside `target`, with a lock that shows that this process is alive."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.parent not in _TIDIED:
         _TIDIED.add(target.parent)
@@ -134,10 +125,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def abandoned(folder: Path, name: str = "*") -> Iterator[Path]:
-    """Temporary paths of killed processes for the target `name`, each locked until the next one is asked for.
-
-    The lock file is removed if the caller has removed the path.
-    """
+    """Temporary paths of killed processes for the target `name`, each locked until the next one is asked for."""
     for lock_path in folder.glob(f".{name}.*.tmp.lock"):
         with suppress(OSError), file_lock(lock_path, wait=False) as is_abandoned:
             if is_abandoned:
@@ -154,8 +142,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
 def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
     """An exclusive lock between processes, released when its process ends; yields whether it is held.
 
-    If its owner unlinks the file, waiting processes lock a new file. With `optional`, work continues on a file system
-    without locks.
+    With `optional`, work continues on a file system without locks.
     """
     lock, is_held = FileLock(path, blocking=wait), True
     try:
@@ -205,10 +192,7 @@ def require_own_output(path: str | os.PathLike[str], mark: str = GENERATOR) -> N
 
 
 def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
-    """Check the free disk space at a path, which need not exist yet; an `OSError` if there is too little.
-
-    `spare_bytes` is the size of a file that will be replaced. A quota is not checked; it fails the write.
-    """
+    """Check the free disk space at a path, which need not exist yet; `spare_bytes` will be replaced."""
     paths = (Path(path), *Path(path).absolute().parents)
     usage = shutil.disk_usage(next(path for path in paths if path.exists()))
     # Some network file systems report a total of 0.
@@ -221,13 +205,11 @@ def disk_full_message(reason: str, num_bytes: int, free_bytes: int) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` as UTF-8, atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -255,7 +237,6 @@ def check_regular_files(folder: Path) -> None:
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's bytes, as 64 hex digits."""
     check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -284,10 +265,7 @@ def folder_hashes(folder: str | os.PathLike[str], pattern: str = "*") -> dict[st
 
 
 def check_file(path: str | os.PathLike[str], hint: str = _MAKE_AGAIN) -> None:
-    """Refuse a file whose bytes differ from those that the manifest of its folder, or of the one above, lists.
-
-    A file that no manifest lists is not read.
-    """
+    """Refuse a file whose bytes differ from those that the manifest of its folder, or of the one above, lists."""
     path = Path(path)
     for folder in (path.parent, path.parent.parent):
         expected = listed_files(folder).get(path.relative_to(folder).as_posix())
@@ -330,10 +308,7 @@ def package_versions() -> dict[str, str]:
 
 
 def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: `fields`, the hashes of the folder's files once it is complete, and the versions.
-
-    A field `files` replaces the hashes of all files.
-    """
+    """Write `folder/manifest.json`: `fields`, the versions, and once complete the hashes of the files."""
     files = {} if fields.get("complete") is False else {FILES: folder_hashes(folder)}
     write_file_manifest(Path(folder) / MANIFEST, {**files, **fields})
 
@@ -345,7 +320,6 @@ def write_file_manifest(path: str | os.PathLike[str], fields: Mapping[str, Any])
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
-    """The checksum of a manifest's other fields, as they are read back."""
     others = {name: value for name, value in fields.items() if name != CHECKSUM}
     return xxhash.xxh3_128_hexdigest(json.dumps(json.loads(json.dumps(others)), sort_keys=True).encode())
 
@@ -361,7 +335,6 @@ class Manifest(dict[str, Any]):
         raise InputError(str(self.path), f"has no field {field!r}", self.hint)
 
     def integer(self, field: str, minimum: int = 0) -> int:
-        """A field that must be an integer >= `minimum`."""
         value = self[field]
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             what = f"field {field!r} is {shown(value)}, expected an integer >= {minimum}"
@@ -433,11 +406,7 @@ def _umask() -> int:
 
 
 def load_array(path: Path, hint: str, mapped: bool = False, is_checked: bool = False) -> Any:
-    """The array of a `.npy` file, or the archive of a `.npz` file.
-
-    An `InputError` with `hint` if it is missing or damaged, contains objects, or has the other format. With
-    `is_checked`, its bytes are not compared with the manifest's.
-    """
+    """The array of a `.npy` file, or the archive of a `.npz` file; an `InputError` with `hint` if it cannot be used."""
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
     check_regular(path)
     if not is_checked:
@@ -477,7 +446,7 @@ def check_vectors(
 ) -> None:
     """Check that the length of every vector, (N, D), is finite and not zero, or is 1 if `unit` is set.
 
-    An `InputError` names the first invalid vector by `where` and its row: from `row_N`, or counted from `first_row`.
+    The error names the first invalid row: from `row_N`, or counted from `first_row`.
     """
     square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
     usable_N = np.isfinite(square_N) & (square_N > 0)
@@ -504,12 +473,11 @@ def read_metrics(path: Path) -> "csv.DictReader[str]":
 
 
 def steps_made(column: str, step: int) -> int:
-    """The number of completed optimiser steps when a value was measured."""
     return step + column.startswith(_CURRENT_STEP_PREFIXES)
 
 
 def row_steps_made(row: Mapping[str, str | None]) -> int:
-    """`steps_made` of a row; 0 for a row without a step."""
+    """The number of completed optimiser steps when a row was measured; 0 for a row without a step."""
     step = row.get("step") or ""
     if not step.isdecimal():
         return 0

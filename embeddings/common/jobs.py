@@ -57,7 +57,7 @@ def progress_bar(
     every_seconds: float = LINE_SECONDS,
     **options: Any,
 ) -> "tqdm[Any]":
-    """A tqdm bar on standard error, with the remaining time; without a terminal, a line every `every_seconds` seconds.
+    """A tqdm bar on standard error; without a terminal, a line every `every_seconds` seconds.
 
     Nothing is shown in the first `delay` seconds; None means 2.
     """
@@ -147,7 +147,7 @@ def _integer_variable(name: str, default: int, minimum: int) -> int:
 class JobFolder:
     """A folder that one resumable job writes; `manifest.json` records its fields and whether it is complete.
 
-    An `InputError` refuses a folder with other content, or a job with other fields.
+    A folder with other content, or a job with other fields, is refused.
 
     Args:
         folder: The folder; created if it is missing.
@@ -188,10 +188,7 @@ class JobFolder:
                 path.unlink(missing_ok=True)
 
     def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Run `merge` in one process, write its fields to the manifest, and mark the job complete; True if it is.
-
-        If a process is killed, the next one merges again, so `merge` must write the same files each time, atomically.
-        """
+        """Run `merge` in one process and mark the job complete; after a kill it runs again. Returns whether it is."""
         if self.complete:
             return True
         with self.lock():
@@ -206,10 +203,9 @@ class JobFolder:
 
 
 class ShardedJob(JobFolder):
-    """A job in shards, each a file that is written atomically, by any number of processes (see `JobFolder`).
+    """A job in shards, files `STEM-00000SUFFIX`, made by any number of processes on a shared folder.
 
-    A killed process loses at most its current shard; the same call resumes there. A shard is written under a lock that
-    is released when its process ends. Shard files are named `STEM-00000SUFFIX`.
+    A killed process loses at most its current shard; the same call resumes there.
     """
 
     def __init__(
@@ -229,7 +225,6 @@ class ShardedJob(JobFolder):
         return self.folder / f"{self.stem}-{shard:05d}{self.suffix}"
 
     def missing(self) -> list[int]:
-        """The missing shards; empty once the job is complete."""
         if self.complete:
             return []
         return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
@@ -271,7 +266,6 @@ class ShardedJob(JobFolder):
         return True
 
     def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """As `JobFolder.finish`; False while shards are missing."""
         return not self.missing() and super().finish(merge)
 
 
@@ -300,7 +294,6 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
 
 
 def write_array(path: Path, array: npt.NDArray[Any]) -> None:
-    """Write an array as `.npy` atomically."""
     with atomic_path(path) as temporary:
         save_array(temporary, array)
 
@@ -317,10 +310,7 @@ def manifest_path(output: Path) -> Path:
 
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a complete file with these `fields`, None if the file does not exist.
-
-    An `InputError` refuses a file with other fields, or whose checksum differs from its manifest's `output_sha256`.
-    """
+    """The manifest of a complete file with these `fields` and the recorded bytes, None if it does not exist."""
     require_regular(output)
     require_regular(manifest_path(output))
     if not output.exists():
@@ -337,10 +327,7 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Remove folders that were new, and empty those that were empty, if a `UserError` ends the block.
-
-    Nothing is removed if `unless` then returns True.
-    """
+    """Remove folders that were new, and empty those that were empty, if a `UserError` ends the block."""
     made = [folder for folder in folders if not folder.exists()]
     emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]
     parents = [path for folder in folders for path in folder.parents if not path.exists()]
@@ -373,19 +360,13 @@ def spread(
 ) -> Generator[Result, None, None]:
     """Process each item in one of several processes; results are yielded in the order of completion.
 
-    An item is read when a process can accept it; no process is more than two items ahead of the results that were
-    consumed. If one fails, the others finish their items before the error is raised. The processes end with this
-    iterator, or if this process is killed.
+    No process is more than two items ahead of the results that were consumed. If one fails, the others finish their
+    items before the error is raised: a `WorkerError` if the process died.
 
     Args:
-        makers: For each process, by its name in messages, a factory of its work function. It is called in the new
-            process (`spawn`); factories, items and results are pickled.
+        makers: For each process, by its name in messages, a factory of its work function, called in the new process
+            (`spawn`).
         items: The work items.
-
-    Raises:
-        WorkerError: If a process died, or raised a `UserError`, `NumericError` or `OSError` that cannot be pickled; one
-            that can is raised unchanged.
-        RuntimeError: If a process had any other error; the message contains its traceback.
     """
     context = get_context("spawn")
     pools = {name: ProcessPoolExecutor(1, context, _begin, (make,)) for name, make in makers.items()}

@@ -32,7 +32,7 @@ KEPT_FILE = "README.md"
 
 
 def require_replaceable(target: str | os.PathLike[str], fields: Mapping[str, Any] = MODEL) -> None:
-    """Refuse to write a folder to or below a file, and to a folder with content that this library did not write."""
+    """Refuse to write a folder to or below a file, and over content that this library did not write."""
     path = Path(target).expanduser()
     parent = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not parent.is_dir():
@@ -47,10 +47,7 @@ def require_replaceable(target: str | os.PathLike[str], fields: Mapping[str, Any
 
 
 def own_hashes(folder: Path, fields: Mapping[str, Any] = MODEL) -> dict[str, str]:
-    """The hashes of the files that this library wrote into a folder, by path; an `InputError` if it wrote none.
-
-    A file that has another hash was changed by the user.
-    """
+    """The hashes of the files that this library wrote into a folder, by path; an `InputError` if it wrote none."""
     return dict(check_manifest(folder, {"kind": fields["kind"]})[FILES])
 
 
@@ -62,7 +59,6 @@ def record_files(folder: Path, *names: str) -> None:
 
 
 def record_all(folder: Path, fields: Mapping[str, Any] = MODEL) -> None:
-    """Write the manifest of a new folder: its files in all subfolders, and `fields`."""
     write_manifest(folder, {**fields, FILES: folder_hashes(folder, "**/*")})
 
 

@@ -51,7 +51,6 @@ def check_variables() -> None:
 
 
 def process_rank() -> str:
-    """This process's rank in its run, or on its node, from the environment."""
     ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     return next((rank for rank in ranks if rank != "0"), "0")
 
@@ -138,10 +137,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def lazy_names(package: str) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562) that loads the names under its `if TYPE_CHECKING:` on first use.
-
-    That block is parsed from the source, so no second list of names and modules is needed.
-    """
+    """A package's `__getattr__` (PEP 562) that loads the names under its `if TYPE_CHECKING:` on first use."""
 
     @cache
     def modules() -> dict[str, str]:
@@ -164,7 +160,6 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """Number and name of the CPUs."""
     text = _CPU_INFO.read_text(encoding="utf-8", errors="replace") if _CPU_INFO.is_file() else ""
     models = [line for line in text.splitlines() if line.startswith("model name")]
     if models:
@@ -189,9 +184,7 @@ _MAX_FREE_HEAP = 1024**3
 def tune_malloc() -> bool:
     """Make glibc retain up to 1 GiB of freed memory in this process; returns whether it succeeded.
 
-    glibc returns the memory of a freed tensor, and the system clears fresh pages for the next one: MiniLM had up to
-    470,000 page faults in 4 s of encoding in int8; with retained memory mostly 1, and at most 17,000. Nothing is
-    changed without glibc, or if the environment sets it (`MALLOC_…`, `GLIBC_TUNABLES`).
+    Otherwise the system clears fresh pages for each new tensor. Variables of the environment take precedence.
     """
     is_configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if is_configured or platform.libc_ver()[0] != "glibc":
@@ -202,19 +195,12 @@ def tune_malloc() -> bool:
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN keep 64 compiled kernels, not 1,024, unless the environment sets it; call before the first product.
-
-    Each shape of a bfloat16 product has its own kernels, and mini-batches have many shapes: 60 shapes of three layers,
-    forward and backward, took 473 MiB, with room for 8 kernels 165 MiB.
-    """
+    """Let oneDNN keep 64 compiled kernels, not 1,024: each shape of a product has its own, and they take memory."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 def trim_malloc() -> bool:
-    """Return the free pages of this process's heap to the system; returns whether any were. Only glibc needs it.
-
-    Freed tensors whose sizes change leave gaps between blocks that are still in use, so that the heap grows.
-    """
+    """Return the free pages of glibc's heap to the system; returns whether any were."""
     return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).malloc_trim(0))
 
 
@@ -229,12 +215,8 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 class StopRequest:
     """The first stop signal (`first`, 0 for none) that this process received while `listening`.
 
-    Before training the handler ends the run at once. Once `deferred` is set it only records the signal, and training
-    checks it between steps. With several ranks the signal is always only recorded: the other ranks would wait, and
-    rank 0 might be killed while it requeues the job.
-
-    A second Ctrl-C ends the process at once. A process that ignored Ctrl-C before, as a shell's background jobs do,
-    keeps ignoring it.
+    Before training the handler ends the run at once. Once `deferred` is set, or with several ranks, it only records the
+    signal, and training checks it between steps. A second Ctrl-C ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -254,7 +236,7 @@ class StopRequest:
                 signal.signal(number, self._record)
 
     def leave(self, ignored: bool = False) -> None:
-        """Restore the previous handlers; or ignore the signals until the exit that follows `answer`."""
+        """Restore the previous handlers, or ignore the signals until the process exits."""
         if self.listening and threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
@@ -317,10 +299,7 @@ def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[
 
 
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
-    """Requeue the job from the run's first process; returns the error that ends the run.
-
-    `where` describes in words where signal `number` stopped the run; `checkpoint` is the file to resume from.
-    """
+    """Requeue the job from the run's first process; returns the error that ends the run, stopped at `where`."""
     # After Ctrl-C the user does not want the job requeued.
     job = None if number == signal.SIGINT else job_id()
     if not is_first:

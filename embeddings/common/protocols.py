@@ -45,8 +45,6 @@ class BatchNeeds:
 
 @runtime_checkable
 class NeedsBatches(Protocol):
-    """A module with requirements on its batches."""
-
     @property
     def batch_needs(self) -> BatchNeeds: ...
 
@@ -99,16 +97,12 @@ def run_data(trainer: Any) -> RunData | None:
 
 @runtime_checkable
 class TokenizedModule(Protocol):
-    """A module that has the fast tokenizer of its texts."""
-
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
 
 @runtime_checkable
 class TextModule(TokenizedModule, Protocol):
-    """A module that starts from a model with text settings."""
-
     @property
     def text(self) -> TextSettings: ...
 
@@ -122,10 +116,7 @@ class RowTaskModule(TokenizedModule, Protocol):
 
 @runtime_checkable
 class ContrastiveStep(Protocol):
-    """The two functions from which the plain step and GradCache are built, with the same gradient.
-
-    The plain step is `loss_from_representations(embed(query), embed(candidate), batch)`.
-    """
+    """The two functions from which the plain step and GradCache are built, with the same gradient."""
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         """Vectors of all texts of `tokens`, in order, and statistics summed over them."""
@@ -147,10 +138,7 @@ class SharesCasts(Protocol):
 
 @runtime_checkable
 class ContextualStep(ContrastiveStep, Protocol):
-    """A step of two stages: `context = embed_context(batch.context)`, then `embed(tokens, context)` for every text.
-
-    GradCache splits each stage into mini-batches, so vectors may depend on other texts only through the context.
-    """
+    """A step of two stages; vectors may depend on other texts only through the context."""
 
     @property
     def trains_context(self) -> bool: ...
@@ -165,7 +153,7 @@ class ChecksRun(Protocol):
     """A module, data module or callback that checks a run before data is read, ranks start or files are written."""
 
     def check_run(self, trainer: Any, module: Any, data: Any) -> None:
-        """Check this object against the trainer, the module and the data; raises a `UserError` with a hint."""
+        """Raises a `UserError` with a hint."""
         ...
 
 
@@ -175,7 +163,7 @@ _OPEN = ("embeddings.", "lightning.", "pytorch_lightning.")
 
 
 class Given(NamedTuple):
-    """Positional and named arguments. Copies of their owner share them, because a factory may reference a parser."""
+    """Positional and named arguments; copies of their owner share them."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -185,7 +173,7 @@ class Given(NamedTuple):
 
 
 class KeepsArguments:
-    """A class whose objects store their constructor arguments, so that a run started from Python can record them."""
+    """A class whose objects store their constructor arguments, so that a run's record can contain them."""
 
     given_arguments: Given
 
@@ -197,10 +185,7 @@ class KeepsArguments:
 
 
 def as_config(value: Any) -> Any:
-    """A value as in a config: a class, a `partial` or an object becomes `class_path` and `init_args`.
-
-    A function, or data in memory, becomes a description in parentheses.
-    """
+    """A value as in a config: an object becomes `class_path` and `init_args`, a function or data a description."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, PathLike):
@@ -264,7 +249,6 @@ def _path(kind: type) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value consists of plain types only and is represented completely."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):

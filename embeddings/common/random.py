@@ -16,11 +16,7 @@ _HALF = np.uint64(32)
 
 
 def derive_seed(seed: int, *stream: int | str) -> int:
-    """A 63-bit seed, a pure function of the run's seed and a stream, such as `("epoch", 3)`.
-
-    Determinism: the same arguments return the same number on every machine and Python version; seeds of different
-        arguments are independent.
-    """
+    """A 63-bit seed, a pure function of the run's seed and a stream, such as `("epoch", 3)`, on every machine."""
     text = "\x1f".join(str(part) for part in (seed, *stream))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -31,22 +27,18 @@ def run_seed(seed: int | None) -> int:
 
 
 def numpy_generator(seed: int, *stream: int | str) -> np.random.Generator:
-    """A numpy generator for one stream of `seed`."""
     return np.random.default_rng(derive_seed(seed, *stream))
 
 
 def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble each 64-bit value by a fixed bijection, two xor-shift-multiply rounds."""
+    """Scramble each 64-bit value by a fixed bijection."""
     mixed = (values ^ (values >> _HALF)) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER
     return mixed ^ (mixed >> _HALF)
 
 
 def sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
-    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64, the same on every machine and numpy version.
-
-    Faster than `KeyedPermutation` for a complete order of few values.
-    """
+    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64; fast for a complete order of few values."""
     return np.argsort(mix_bits(np.arange(n, dtype=np.uint64) + np.uint64(key)), kind="stable")
 
 
@@ -62,13 +54,10 @@ def _keyed_shift(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) ->
 
 
 class KeyedPermutation:
-    """A permutation of n >= 1 values, 0 … n-1, in constant memory; different keys give independent orders.
+    """A permutation of n >= 1 values, 0 … n-1, in constant memory: a pure function of (n, key).
 
-    A Feistel network over a nearly square grid of at least n cells: it alternately shifts a cell's row and column by a
-    keyed hash of the other. A value >= n is permuted again until it is below n (cycle walking); the grid has
-    fewer than sqrt(n) + 1 extra cells.
-
-    Determinism: (n, key) → the whole order, on every machine and numpy version; positions are independent.
+    A Feistel network over a nearly square grid of at least n cells alternately shifts a cell's row and column by a
+    keyed hash of the other. A value >= n is permuted again until it is below n (cycle walking).
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -118,7 +107,6 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """A context in which these states are set; the current ones are restored afterwards."""
         devices = [] if self.device_state is None else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.set_rng_state(self.cpu_state)

@@ -25,10 +25,7 @@ _MODEL_TYPE = re.compile(rb'"model":\s*\{\s*"type":\s*"(\w+)"')
 
 
 class GivenPrompt(TypedDict):
-    """A prompt given as text instead of the name of a model's prompt; manifests store it unchanged.
-
-    In jobs that encode the queries of records, the record's instruction replaces `{instruction}`.
-    """
+    """A prompt given as text; for the queries of records `{instruction}` is the record's instruction."""
 
     text: str
 
@@ -136,7 +133,6 @@ class TextSettings:
         return self.prompts[name]
 
     def prompt_or_default(self, prompt: str | None, role: TextRole) -> str:
-        """The prompt, which may be empty, or the prompt named like the role if it is None."""
         return self.prompt(None, role) if prompt is None else prompt
 
     def instruction_prompt(self, instruction: str) -> str:
@@ -148,7 +144,6 @@ class TextSettings:
         return TextSettings(**{**model.to_dict(), **own, "prompts": model.prompts | self.prompts})
 
     def differences(self, model: "TextSettings") -> list[str]:
-        """The settings that differ from a model's, each as `name: its value -> this value`."""
         old, new = (
             {**text.to_dict(), "prompts": None, **{f"prompts.{name}": value for name, value in text.prompts.items()}}
             for text in (model, self)
@@ -165,7 +160,6 @@ class TextSettings:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """The settings that `to_dict` wrote."""
         return cls(**fields)
 
 
@@ -183,7 +177,6 @@ def in_context_prompt(prompt: str, examples: Sequence[tuple[str, str, str]]) -> 
 
 
 def instruction_prompt(instruction: str, template: str = INSTRUCTION_TEMPLATE) -> str:
-    """The template with the instruction filled in."""
     return template.replace("{instruction}", instruction)
 
 
@@ -200,8 +193,7 @@ def check_tokenizer_files(folder: Path) -> None:
 def load_tokenizer_files(folder: str | Path, kind: Any = None) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder or Hub id; `kind` is its class, by default that of the files.
 
-    The class that transformers chooses by the model's type may build another tokenizer than tokenizer.json describes:
-    for BERT always WordPiece. The file is then used as it is.
+    If the class that transformers chooses builds another kind of model than tokenizer.json states, the file is used.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -215,7 +207,7 @@ def load_tokenizer_files(folder: str | Path, kind: Any = None) -> "PreTrainedTok
 
 
 def one_line(message: str, limit: int = 300) -> str:
-    """The message as one printable line; above `limit` characters only its first third and last two thirds."""
+    """The message as one printable line; a long one keeps its start (what failed) and end (the reason)."""
     line = printable(re.sub(r"\s+", " ", message).strip())
     if len(line) <= limit:
         return line
@@ -225,7 +217,6 @@ def one_line(message: str, limit: int = 300) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """The text on one line, truncated to `length` characters with an ellipsis."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
@@ -236,7 +227,7 @@ def printable(text: str) -> str:
 
 
 def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoice:
-    """The prompt chosen by option `NAME_name` or by the text of option `NAME`; both together are refused."""
+    """The prompt chosen by option `NAME_name` or by the text of option `NAME`."""
     if text is None:
         return name
     if name is not None:
@@ -245,10 +236,7 @@ def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoi
 
 
 def format_table(rows: Sequence[Sequence[object]], align: str = "<>") -> str:
-    """Format rows, the header first, as aligned columns; missing cells of a short row stay empty.
-
-    `align` has `<` or `>` for each column; its last letter applies to all following columns.
-    """
+    """Format rows, the header first, as aligned columns; the last letter of `align` applies to all that follow."""
     num_columns = max(map(len, rows))
     texts = [[*map(str, row), *[""] * (num_columns - len(row))] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]

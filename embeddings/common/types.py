@@ -17,10 +17,7 @@ from embeddings.common.errors import OptionError
 
 
 def queues_work(device: torch.device | str) -> bool:
-    """Whether a device runs asynchronously, so that reading a value from it waits for all queued work.
-
-    False on a CPU, where reading a value is cheap and often saves work.
-    """
+    """Whether a device runs asynchronously, so that reading a value from it waits for all queued work."""
     return torch.device(device).type != "cpu"
 
 
@@ -46,7 +43,7 @@ class PaddedTokens(NamedTuple):
 
 
 class _Movable:
-    """A dataclass whose tensors move together, except the fields in `_ON_CPU`, which stay on the CPU."""
+    """A dataclass whose tensors move together, except the fields in `_ON_CPU`."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -70,8 +67,6 @@ class _Movable:
 class TokenBatch(_Movable):
     """Texts as one ragged row of tokens; padding is added only when a mini-batch is formed.
 
-    Treat it as immutable. It is not frozen only because Lightning cannot traverse frozen dataclasses.
-
     Attributes:
         input_ids_T: Concatenated token ids of all texts, (T,) int64.
         pooling_mask_T: True where a token enters the pooling, (T,) bool.
@@ -87,7 +82,6 @@ class TokenBatch(_Movable):
     device_lengths_N: Tensor | None = None
 
     def __len__(self) -> int:
-        """Number of texts, N."""
         return int(self.lengths_N.numel())
 
     @property
@@ -100,7 +94,6 @@ class TokenBatch(_Movable):
 
     @classmethod
     def from_lists(cls, input_ids: Sequence[Sequence[int]], pooling_mask: Sequence[Sequence[bool]]) -> "TokenBatch":
-        """Build a token batch from lists; `pooling_mask[i]` is as long as `input_ids[i]`."""
         return cls(
             torch.tensor([token for text in input_ids for token in text], dtype=torch.int64),
             torch.tensor([flag for text in pooling_mask for flag in text], dtype=torch.bool),
@@ -108,7 +101,6 @@ class TokenBatch(_Movable):
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A copy on `device`, including the lengths."""
         copy = _Movable.to(self, device, non_blocking)
         if copy.device_lengths_N is None and copy.device.type != "cpu":
             copy.device_lengths_N = moved(self.lengths_N, copy.device)
@@ -130,10 +122,7 @@ class TokenBatch(_Movable):
         return PaddedTokens(ids_NL, attention_NL, self.pooling_mask_T[index_NL] & attention_NL)
 
     def placed(self, rows_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The first token and the number of tokens of texts `rows_N`, or all, (n,) int64 on the tokens' device.
-
-        The host never waits for the device.
-        """
+        """The first token and the number of tokens of texts `rows_N`, or all, (n,) int64 on the tokens' device."""
         lengths_N = moved(self.lengths_N, self.device) if self.device_lengths_N is None else self.device_lengths_N
         starts_N = torch.cumsum(lengths_N, 0) - lengths_N
         if rows_N is None:
@@ -233,8 +222,6 @@ class LossOutput(NamedTuple):
 class PackedRows(_Movable):
     """Rows of equal length, split from a concatenation of documents.
 
-    Treat it as immutable. It is not frozen only because Lightning cannot traverse frozen dataclasses.
-
     Attributes:
         input_ids_NL: Token ids, (N, L) int64; the last row of a corpus is padded.
         document_NL: Index of each token's document within its row, from 0, and -1 for padding, (N, L) int64.
@@ -278,7 +265,6 @@ class Prediction(_Movable):
     row_N: Tensor
 
     def __len__(self) -> int:
-        """Number of targets, P."""
         return len(self.label_P)
 
 
@@ -294,8 +280,8 @@ def positions_in_document(document_NL: Tensor) -> Tensor:
 def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int | None = None) -> list[Tensor]:
     """Split texts into mini-batches of limited padded size (texts x longest text); the rows of each, (n,) int64.
 
-    Texts are sorted from the longest to the shortest (stable), so a run that does not fit fails at its first
-    mini-batch. A text above the budget is a mini-batch by itself.
+    The longest texts come first (stable), so a run that does not fit fails at its first mini-batch. A text above the
+    budget is a mini-batch by itself.
 
     Args:
         lengths_N: Number of tokens of each text, (N,) int64 on the CPU.
@@ -318,10 +304,7 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
 
 
 def take_texts(tokens: TokenBatch, rows_n: Tensor, max_length: int | None = None) -> TokenBatch:
-    """Texts `rows_n`, (n,) int64 on the CPU, in the given order, each truncated to `max_length` tokens.
-
-    A truncated text may lose all pooled tokens.
-    """
+    """Texts `rows_n`, (n,) int64 on the CPU, in the given order, each truncated to `max_length` tokens."""
     lengths_n = tokens.lengths_N[rows_n]
     starts_n, placed_n = tokens.placed(rows_n)
     if max_length is not None:

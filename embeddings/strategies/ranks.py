@@ -52,8 +52,7 @@ def set_up_ranks(trainer: L.Trainer) -> None:
 def lost_rank() -> str | None:
     """The rank that died, for the message after a failed collective; None if an external launcher started the ranks.
 
-    Only one process gets the message: the one that started the others, or rank 1 if that process died. The others get
-    an empty string.
+    Only one process gets the message; the others get an empty string.
     """
     is_launched = not _started and os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ
     if not _started and (not is_launched or "SLURM_PROCID" in os.environ):
@@ -71,13 +70,13 @@ def lost_rank() -> str | None:
 
 
 def _watch(children: Processes) -> None:
-    """Watch the processes of the other ranks in a thread; replaces Lightning's observer."""
+    """Replaces Lightning's observer."""
     _started.append(children)
     Thread(target=_end_with_dead_rank, args=(children,), daemon=True, name="ranks").start()
 
 
 def _end_with_dead_rank(children: Processes) -> None:
-    """End all processes of this run after one died, because the others would wait for it in their next collective."""
+    """End all processes of this run after one died, because the others would wait for it."""
     while not (dead := _dead_rank(children)):
         # The list is empty after a run that ended normally.
         if all(child.poll() == 0 for child in children):
@@ -94,18 +93,16 @@ def _end_with_dead_rank(children: Processes) -> None:
 
 
 def _kill(children: Processes) -> None:
-    """Kill the remaining processes: with NCCL they would wait in a collective for minutes."""
     for child in children:
         child.kill()
 
 
 def _once(message: str) -> str:
-    """Return the message to the first caller, and an empty string to later ones."""
     return message if _reported.acquire(blocking=False) else ""
 
 
 def _dead_rank(children: Processes) -> str:
-    """A description of the first process that failed or was killed by a signal; empty if there is none."""
+    """A description of the first process that failed or was killed; empty if there is none."""
     first = int(os.environ.get("NODE_RANK", 0)) * (len(children) + 1)
     for rank, child in enumerate(list(children), start=first + 1):
         code = child.poll()

@@ -1,7 +1,4 @@
-"""FSDP2 and DeepSpeed's ZeRO for Lightning: sharded weights, gradients and optimiser state.
-
-Both support plain steps and GradCache. Any strategy can resume their checkpoints.
-"""
+"""FSDP2 and DeepSpeed's ZeRO for Lightning: sharded weights, gradients and optimiser state, for GradCache too."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,11 +45,9 @@ _WRITER = "use embeddings.Trainer, or add embeddings.callbacks.DurableCheckpoint
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     """Shards weights, gradients and optimiser state over all ranks; a layer is gathered only while it is computed.
 
-    The gradient equals DDP's; under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module shards its
-    weights in `configure_model` (see `training.strategy.shard`).
-
-    A checkpoint is a folder to which each rank writes its parts (`torch.distributed.checkpoint`), so the file system
-    must be shared. Any number of ranks and any strategy can resume it, and this strategy can resume any checkpoint.
+    The gradient equals DDP's; under `bf16-mixed` the layers' matrices are gathered in bfloat16. A checkpoint is a
+    folder on a shared file system, to which each rank writes its parts. Any number of ranks and any strategy can
+    resume it.
 
     Args:
         process_group_backend: "nccl", "gloo" …; None for the device's default.
@@ -69,7 +64,6 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         super().__init__(tensor_parallel_size=1, **options)
 
     def setup_environment(self) -> None:
-        """Start the ranks' communication; all ranks are in the data-parallel dimension."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -160,7 +154,6 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         ]
 
         def like(tensor: Tensor, place: Place) -> Tensor:
-            """An empty tensor, sharded like the weight that it belongs to."""
             weight = weights.get(place[1]) if place[0] == "state_dict" else None
             if place[0] == "optimizer_states":
                 weight = parameters[int(place[1])][int(place[3])].detach()
@@ -185,10 +178,7 @@ def _sharded_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> 
 class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     """Shards the optimiser state over all ranks (stage 1), then also gradients (stage 2), then also weights (stage 3).
 
-    The gradient equals DDP's, including with accumulation and under GradCache. Under GradCache DeepSpeed's engine wraps
-    the forward of each mini-batch instead of the training step.
-
-    A checkpoint is one file with full tensors instead of DeepSpeed's folder; it must fit in rank 0's memory. Any
+    The gradient equals DDP's. A checkpoint is one file with full tensors, which must fit in rank 0's memory. Any
     strategy can resume it, on any number of ranks.
 
     Args:
@@ -258,7 +248,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         set_full_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's step inside the engine's forward; GradCache calls that forward for each mini-batch instead."""
+        """GradCache calls the engine's forward for each mini-batch; otherwise it is around the whole step."""
         module: Any = self.lightning_module
         if not isinstance(module, GradCacheModule) or module.grad_cache is None:
             return super().training_step(*args, **kwargs)
@@ -273,10 +263,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """The engine's step; a `NumericError` on all ranks if a gradient is NaN or infinite.
-
-        Under float16 skipped updates are part of loss scaling, and the run continues.
-        """
+        """The engine's step; a `NumericError` on all ranks if a gradient is not finite (float16 skips the update)."""
         assert self.lightning_module is not None
         step, engine = self.lightning_module.global_step, self.deepspeed_engine
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -360,7 +347,7 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
 
 
 def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a state of `full_state_dict`, equal on all ranks, into the module and the optimiser's float32 partitions."""
+    """Load full weights, equal on all ranks, into the module and the optimiser's float32 partitions."""
     from deepspeed.utils import safe_set_full_fp32_param
 
     for name, value in module.state_dict(keep_vars=True).items():
@@ -392,7 +379,6 @@ def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str
 
 
 def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str, Any]) -> None:
-    """Load a state of `full_optimizer_state`, equal on all ranks."""
     for inner, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         inner.update({name: value for name, value in saved.items() if name != "params"})
     parameters = [parameter for group in groups for parameter in group]
@@ -408,7 +394,6 @@ def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str,
 
 
 def _full_entry(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
-    """One entry of a parameter's state, assembled from all ranks' fragments."""
     shape = full_shape(parameter)
     full = torch.zeros(shape.numel(), device=parameter.device)
     for partition, fragment, start, size in _fragments(optimizer, parameter):

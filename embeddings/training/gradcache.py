@@ -53,7 +53,6 @@ class MiniBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the mini-batch, including padding and context."""
         return len(self.rows_n) * self.longest
 
 
@@ -70,10 +69,7 @@ def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_text
 
 
 def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> list[MiniBatch]:
-    """Split a plan into exactly `count` mini-batches, which must not be fewer than it has.
-
-    The largest are halved until there are enough. When each has one text, extra ones embed a short text again.
-    """
+    """Split a plan into exactly `count` mini-batches, the largest first; at one text each, extra ones are added."""
     plan = list(plan)
     while len(plan) < count:
         splittable = [mini_batch for mini_batch in plan if len(mini_batch.rows_n) > 1]
@@ -135,10 +131,9 @@ def _contextual(step: ContrastiveStep) -> ContextualStep:
 def attach_gradient(
     value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
 ) -> Tensor:
-    """GradCache's surrogate loss: a scalar equal to `value` whose backward passes each of `outputs` its gradient.
+    """A scalar equal to `value` whose backward passes each of `outputs` its gradient: the surrogate loss.
 
-    A loss scale multiplies the gradients in float32, so nothing overflows in half precision. Leaves in `untouched` get
-    a zero gradient that uses no memory.
+    A loss scale multiplies in float32. Leaves in `untouched` get a zero gradient that uses no memory.
     """
     attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
         value.detach(), len(outputs), *gradients, *outputs, *untouched
@@ -165,30 +160,23 @@ class _AttachGradient(torch.autograd.Function):
 class GradCache:
     """Computes the loss and the gradient of the full batch in two passes over mini-batches.
 
-    Graphs need the memory of one mini-batch, or of as many as may be kept. If no graph is kept, the last mini-batch of
-    the first pass keeps its own, because recomputing it would need as much memory. The longest mini-batch runs first,
-    so that a run that does not fit into memory fails at once.
-
-    A `ContextualStep` over a batch with a context has two stages. The second pass runs them in reverse, so that the
-    vectors of the first stage have their whole gradient when it is needed. A first stage that is not trained
-    (`trains_context` is false) runs once.
+    Graphs need the memory of one mini-batch, or of as many as may be kept. The longest mini-batch runs first, so that a
+    run that does not fit into memory fails at once. A `ContextualStep` over a batch with a context has two stages; the
+    second pass runs them in reverse, when the vectors of the first have their whole gradient.
 
     Args:
         mini_batch_tokens: Maximum number of padded tokens of a mini-batch, including each text's context. A longer text
             forms a separate mini-batch.
         mini_batch_texts: Maximum number of texts of a mini-batch; None for no limit.
         kept_fraction: Fraction of all padded tokens, 0 to 1, whose graphs may be kept; None: only `kept_gib` limits it.
-        kept_gib: Total memory of kept graphs, in GiB on this rank; None: only `kept_fraction` limits it. Memory per
-            token is measured on the longest mini-batch of a stage and assumed for the others. If both options are set,
-            both limits apply; if neither is, only the last graph is kept.
+        kept_gib: Total memory of kept graphs, in GiB on this rank; None: only `kept_fraction` limits it. Without either
+            option only the last graph is kept.
         equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs.
             Strategies that gather parameters in each forward (FSDP, ZeRO-3) need it.
 
     Precision: representations and their gradients keep their dtype; the context's gradient is summed over mini-batches
         in float32 or better. The backward runs outside autocast.
     Distributed: one gradient synchronisation per step, in the last backward, which is the first stage's.
-    Raises:
-        OptionError: If an option is invalid.
     Source: Gao 2021, arXiv:2101.06983, section 3. Differs: token budget, kept graphs, summed statistics.
     """
 
@@ -238,19 +226,16 @@ class GradCache:
         scale: float = 1.0,
         syncs_each: bool = False,
     ) -> LossOutput:
-        """Run everything except the last backward, which the caller runs.
-
-        The returned loss has the value of the full batch and the graph of the last mini-batch.
+        """Run everything except the last backward, which the caller runs on the returned loss.
 
         Args:
             step: The method.
             batch: The batch.
             backward: Runs a backward from a scalar, outside autocast, for each mini-batch except the last.
             no_sync: Creates a context in which backwards do not synchronise gradients, for a step whose forward calls
-                the wrapper that synchronises (DDP, FSDP). The last mini-batch is recomputed outside. None if the
-                wrapper is around the caller.
-            scale: Factor of the early backwards' gradients. The caller's backward of the returned loss must apply the
-                same factor (Lightning divides by the number of accumulated batches; an fp16 scaler multiplies).
+                the wrapper that synchronises. The last mini-batch is recomputed outside. None if the wrapper is around
+                the caller.
+            scale: Factor of the early backwards' gradients; the caller must apply it to the last one.
             syncs_each: Whether every backward averages the gradients of its leaves over the ranks (FSDP2, ZeRO).
                 Otherwise only the last one averages, and it includes each parameter of the step (DDP).
         """
@@ -383,7 +368,7 @@ class _TwoPasses:
         return attach_gradient(loss, [*outputs, *of_loss], [*gradients, *of_loss.values()], missing)
 
     def _embed_stage(self, stage: int) -> None:
-        """The first pass over one stage; its first, longest mini-batch measures the memory of graphs."""
+        """The first pass over one stage; its longest mini-batch measures the memory of graphs."""
         builds_graphs = torch.is_grad_enabled() and stage >= self.first_trained
         self.num_kept.append(self.budget.num_kept(self.stage_tokens, self.num_kept) if builds_graphs else 0)
         self.embedded.append([])
@@ -426,7 +411,6 @@ class _TwoPasses:
             return self.step.embed(tokens, self.context)
 
     def _rows(self, mini_batch: MiniBatch) -> Tensor:
-        """A mini-batch's rows in its group, (n,) int64 on the device."""
         return self.planned[mini_batch.group].row_N[mini_batch.first : mini_batch.first + len(mini_batch.rows_n)]
 
     def _outputs_and_gradients(self, embedded: _Embedded) -> tuple[list[Tensor], list[Tensor]]:
@@ -485,7 +469,6 @@ _VECTOR = "the vectors"
 
 
 def _tensors(representations: Representations) -> dict[str, Tensor]:
-    """Vectors and statistics by name."""
     return {**representations.statistics, _VECTOR: representations.vector_ND}
 
 
@@ -493,14 +476,14 @@ def _tensors(representations: Representations) -> dict[str, Tensor]:
 
 
 def graph_leaves(root: Tensor) -> list[Tensor]:
-    """The leaves of the graph of `root` that require a gradient, without duplicates."""
+    """The leaves of the graph of `root` that require a gradient."""
     if root.grad_fn is None:
         return [root] if root.requires_grad else []
     return [node.variable for node in _nodes([root]) if hasattr(node, "variable")]
 
 
 def _nodes(roots: Iterable[Tensor]) -> list[Any]:
-    """The nodes of the graphs of some tensors, breadth first, without duplicates."""
+    """The nodes of the graphs of some tensors, breadth first."""
     nodes: list[Any] = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn is not None))
     seen = set(nodes)
     for node in nodes:
@@ -520,10 +503,10 @@ class GraphMemory:
 
     @contextmanager
     def measured(self, device: torch.device, parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Measure the graphs built inside; `parameters` returns tensors to exclude, because they exist anyway.
+        """Measure the graphs built inside; the tensors that `parameters` returns exist anyway.
 
-        On a CUDA device this is the increase of the allocator's memory, elsewhere the size of the distinct storages
-        that autograd saves. Gathered weights of a sharded layer are freed by the end and not counted.
+        On a CUDA device this is the increase of the allocator's memory, elsewhere the size of the storages that
+        autograd saves.
         """
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
@@ -572,11 +555,9 @@ class GraphBudget:
 
     @property
     def measures(self) -> bool:
-        """Whether the first graph of each stage must be measured."""
         return self.kept_gib is not None
 
     def learn(self, stage: int, num_bytes: int, num_tokens: int) -> None:
-        """Store the memory per token of one mini-batch's graph."""
         self._bytes_per_token[stage] = max(1.0, num_bytes / num_tokens)
 
     def num_kept(self, stage_tokens: Sequence[Sequence[int]], kept: Sequence[int] = ()) -> int:

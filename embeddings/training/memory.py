@@ -9,8 +9,8 @@ import torch
 def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that a process can still allocate beyond its peak so far; 0 if unknown.
 
-    On a CUDA device: the driver's free memory plus the allocator's, minus the peak of this process. On other devices:
-    the minimum of `MemAvailable` and the free memory of the process's cgroup; `root` contains `proc` and `sys`.
+    On a CPU: the minimum of `MemAvailable` and the free memory of the process's cgroup; `root` contains `proc` and
+    `sys`.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -16,11 +16,7 @@ from embeddings.common.errors import OptionError
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
     """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
 
-    Weight decay on biases, norm weights and temperatures has no benefit, so their group sets `weight_decay` to 0; the
-    matrices use the optimiser's value. Each module in `parts` has two separate groups, whose `part` is its name.
-
-    Raises:
-        ValueError: If no parameter is trainable.
+    Each module in `parts` has two separate groups, whose `part` is its name.
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
@@ -63,9 +59,6 @@ class Schedule:
             the run's steps, rounded down. NV-Embed: 50 (Table 11).
         decay: After the warm-up `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
         total_steps: Optimiser steps of the full run; None for the trainer's.
-
-    Raises:
-        OptionError: If a count is negative, or the warm-up is longer than the run.
     """
 
     warmup_steps: int | float = 0.1
@@ -83,10 +76,7 @@ class Schedule:
         return int(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
 
     def factor(self, step: int, total_steps: int) -> float:
-        """The fraction of the peak rate, 0 to 1, at optimiser step `step` (0-based).
-
-        The first step of a warm-up of W steps uses 1/W of the peak, so no step has a rate of zero.
-        """
+        """The fraction of the peak rate, 0 to 1, at optimiser step `step` (0-based); never zero in the warm-up."""
         num_warmup_steps = self.num_warmup_steps(total_steps)
         if step < num_warmup_steps:
             return (step + 1) / num_warmup_steps
@@ -98,11 +88,7 @@ class Schedule:
     def scheduler(
         self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
     ) -> LambdaLR:
-        """A PyTorch scheduler that scales the optimiser's peak rates; call its `step` once per optimiser step.
-
-        `trainer_steps` is the number of steps if `total_steps` is None. `part_factor` replaces `factor`; its first
-        argument is a group's `part`, or None.
-        """
+        """A PyTorch scheduler that scales the optimiser's peak rates; `part_factor` replaces `factor`."""
         steps = self._length(trainer_steps) or int(self.warmup_steps) + 1
 
         def factor_of_part(part: str | None) -> Callable[[int], float]:

@@ -42,7 +42,6 @@ class Linear:
 
     @classmethod
     def through(cls, values: Sequence[float]) -> "Linear":
-        """Fit the costs of the two traces."""
         each = (values[1] - values[0]) / (_TRACED[1] - _TRACED[0])
         return cls(values[0] - _TRACED[0] * each, each)
 
@@ -103,24 +102,17 @@ class LossSize:
 
     @property
     def operations(self) -> float:
-        """Three products: scores, and the gradients of both sides."""
         return 6.0 * self.num_rows * self.num_columns * self.width
 
     @property
     def num_bytes(self) -> float:
-        """Vectors and gradients in float32, and a tile with its softmax and its mask."""
         vectors = 8.0 * self.stored * self.width + 8.0 * self.num_columns * self.width
         return vectors + 9.0 * min(self.num_rows * self.num_columns, max(self.tile, 32 * self.num_columns))
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The costs of an optimiser step on one GPU, by component: peak bytes, operations and bytes sent.
-
-    Attributes:
-        num_mini_batches: GradCache's mini-batches of a batch; without GradCache, the groups of texts.
-        kept: Fraction of the graphs that need no second forward.
-    """
+    """The costs of an optimiser step on one GPU, by component: peak bytes, operations and bytes sent."""
 
     trained: int
     frozen: int
@@ -137,7 +129,7 @@ def plan_step(
     """The memory, arithmetic and traffic of an optimiser step on one GPU.
 
     It excludes the CUDA context, NCCL's buffers, fragmentation, and temporary results inside one operation. Operations
-    are those of matrix products and attention. `module` may be on the meta device.
+    are those of matrix products and attention.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §3 and §5, for what each stage shards.
     """
@@ -179,7 +171,7 @@ def sent_bytes(
 
     In a ring of R ranks, an all-gather or reduce-scatter of S bytes sends S (R - 1) / R bytes per rank; an all-reduce
     sends twice as many. With n mini-batches of which a fraction k keeps its graph, there are n (2 - k) forwards and n
-    backwards. Without GradCache there is one of each per group of texts, and one reduction of gradients for all.
+    backwards.
 
         DDP      gradients once per step, in the last backward
         ZeRO-1   gradients once per step; trained weights after the update
@@ -187,8 +179,6 @@ def sent_bytes(
         ZeRO-3   gradients in every backward; all weights in every forward and backward
         FSDP2    gradients in every backward; a layer's weights in every forward and backward; other weights once per
                  reduction, because they stay gathered until their gradient is reduced
-
-    It excludes all-reduces of a few scalars, hashes of texts, and padding.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, §7, and Patarasuk and Yuan 2009 for the ring.
     """
@@ -224,12 +214,10 @@ def sent_bytes(
 
 
 def _num_bytes(weights: Iterable[Tensor], as_half: bool) -> float:
-    """The size of some weights; `as_half`: at most two bytes per element."""
     return float(sum(weight.numel() * min(2 if as_half else 8, weight.element_size()) for weight in weights))
 
 
 def _state_bytes(module: nn.Module, setting: Setting, state_per_weight: float) -> dict[str, float]:
-    """Bytes of weights, gradients and optimiser state on one GPU."""
     name, ranks = setting.strategy, setting.num_ranks
     as_half = name in _ZERO and setting.half_products
     trained = [weight for weight in module.parameters() if weight.requires_grad]
@@ -251,10 +239,10 @@ def _state_bytes(module: nn.Module, setting: Setting, state_per_weight: float) -
 
 
 def trace(module: nn.Module, run: Callable[[int], Tensor], half: bool) -> Cost:
-    """Count the cost of embedding texts, forward and backward, without computing anything.
+    """Count the cost of embedding texts, forward and backward, without computing anything, inside `without_data`.
 
-    `module` is inside `without_data`, in training mode. `run` embeds the given number of texts, of equal length and
-    without padding. With `half`, autocast computes matrix products in bfloat16.
+    `run` embeds the given number of texts, of equal length and without padding. With `half`, autocast computes matrix
+    products in bfloat16.
     """
     values: list[tuple[float, ...]] = []
     for count in _TRACED:
@@ -338,7 +326,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 def _grouped(first: Any, second: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Operations of (P, I) x (X, I, O), or of (I, P) x (P, O) with a result of (X, I, O)."""
+    """Of (P, I) x (X, I, O), or of (I, P) x (P, O) with a result of (X, I, O)."""
     return int(2 * first[0] * first[1] * second[-1])
 
 
@@ -391,7 +379,7 @@ def _even_mlps(row_PH: Tensor, _: Tensor, weights: ExpertWeights) -> Tensor:
 def trace_embedder(
     embedder: Embedder, num_queries: int, num_candidates: int, query_tokens: int, document_tokens: int, half: bool
 ) -> list[Texts]:
-    """The groups of texts of a contrastive batch on one rank, traced inside `without_data`; `half` as in `trace`."""
+    """The groups of texts of a contrastive batch on one rank, traced inside `without_data`."""
     groups, context, extra = [], None, 0
     if isinstance(embedder, ContextualEmbedder):
         num_context, extra = min(embedder.num_context, num_candidates), embedder.num_extra_tokens

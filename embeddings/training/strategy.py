@@ -68,14 +68,9 @@ def shard(
 ) -> None:
     """Shard a module by FSDP2, in place: each repeated layer is a separate group, the other weights are one group.
 
-    A layer's weights are gathered when its forward or backward begins and freed after it. Every backward averages its
-    gradient over the ranks and scatters it. Gathering the next layer overlaps with computing the current one: FSDP2
-    prefetches in the backward, and in the forward the host runs ahead because no layer waits for a value.
-
-    `product_dtype` is the dtype of autocast. With it the layers' matrices are cast before they are gathered, which
-    halves the traffic, and gradients are averaged in float32. Autocast would cast them afterwards, to the same values;
-    only the bias that experts share is rounded too. Weights that autocast keeps in float32 (norms, routers) are
-    separate groups. `entries` are methods other than `forward` that use the weights.
+    `product_dtype` is autocast's: the layers' matrices are cast before they are gathered, to the same values, which
+    halves the traffic; weights that autocast keeps in float32 (norms, routers) are separate groups. `entries` are
+    methods other than `forward` that use the weights.
     """
     make_contiguous(module)
     for layer in layers(module):
@@ -111,8 +106,6 @@ def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     """A context with full parameters in CPU memory in place of sharded ones; no forward may run inside.
 
     Ranks with `keep` false take part in the gathers but discard the result.
-
-    Distributed: one all-gather per parameter, in sequence.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -138,7 +131,7 @@ def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
 
 
 def sharded_like(full: Any, sharded: Any) -> Any:
-    """Shard full tensors, equal on all ranks, like those of another state dict; this needs no communication."""
+    """Shard full tensors, equal on all ranks, like those of another state dict, without communication."""
     if isinstance(full, dict):
         return {key: sharded_like(value, sharded.get(key)) for key, value in full.items()}
     if isinstance(sharded, DTensor) and not isinstance(full, DTensor):
