@@ -2,10 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from glob import escape
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,8 @@ def record_all(folder: Path, fields: Mapping[str, Any] = MODEL) -> None:
 def replaced_folder(target: Path, fields: Mapping[str, Any] = MODEL) -> Iterator[Path]:
     """Yield a new folder that replaces `target` on exit without an error; the user's files are kept.
 
-    Only files that the old manifest lists, with the listed content, are replaced. Other files stay; one with the name
-    of a new file is renamed to `NAME.old`, except a `README.md`. At every moment the old or the new folder is
-    complete on disk; after a kill the next writer of `target` restores its files.
+    Only files that the old manifest lists, with the listed content, are replaced. A file with the name of a new one is
+    renamed to `NAME.old`, except a `README.md`. After a kill the next writer of `target` restores it.
     """
     require_replaceable(target, fields)
     target = target.expanduser().resolve()
@@ -76,88 +74,69 @@ def replaced_folder(target: Path, fields: Mapping[str, Any] = MODEL) -> Iterator
     with temporary_path(target) as workplace:
         new, old = workplace / "new", workplace / OLD_CONTENT
         new.mkdir(parents=True)
-        exchanged = False
         try:
             yield new
             record_all(new, fields)
             share_files(new)
-            _flush(new)
-            # If two processes write the same folder, the second replaces the first one's.
             lock = target.with_name(f".{target.name}.lock")
             with file_lock(lock, optional=True):
                 try:
                     _exchange(new, target, old)
                 finally:
                     lock.unlink(missing_ok=True)
-            exchanged = True
         finally:
-            # If restoring failed too, the only complete copy is in this folder: keep it.
-            if exchanged or not os.path.lexists(old):
+            # If moving it back failed too, the only complete copy is in this folder.
+            if os.path.lexists(target) or not os.path.lexists(old):
                 shutil.rmtree(workplace, ignore_errors=True)
 
 
 def _restore_abandoned(target: Path) -> None:
-    """Finish or undo the replacement of `target` in which a process was killed."""
+    """Undo the replacement of `target` in which a process was killed."""
     for workplace in abandoned(target.parent, escape(target.name)):
-        old = workplace / OLD_CONTENT
-        if os.path.lexists(old):
-            if os.path.lexists(target):
-                _keep_others(old, target, _unchanged(old), os.replace)
-            else:
-                os.replace(old, target)
+        if os.path.lexists(workplace / OLD_CONTENT) and not os.path.lexists(target):
+            os.replace(workplace / OLD_CONTENT, target)
         shutil.rmtree(workplace, ignore_errors=True)
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Move `target` to `old` and `new` to `target`; undo everything after an error."""
-    with ExitStack() as undo:
-
-        def move(source: Path, destination: Path) -> None:
-            os.replace(source, destination)
-            undo.callback(os.replace, destination, source)
-
-        if os.path.lexists(target):
-            unchanged = _unchanged(target)
-            move(target, old)
-        move(new, target)
-        if os.path.lexists(old):
-            _keep_others(old, target, unchanged, move)
-        undo.pop_all()
-
-
-def _unchanged(folder: Path) -> set[str]:
-    """The files of a folder that are as this library wrote them, which are replaced."""
-    if not (folder / MANIFEST).is_file():
-        return set()
-    hashes = check_manifest(folder, {})[FILES]
-    same = {name for name, digest in hashes.items() if (folder / name).is_file() and file_hash(folder / name) == digest}
-    return {MANIFEST, *same}
+    """Move `target` to `old` and `new`, with the user's files of `target`, to `target`."""
+    is_replaced = os.path.lexists(target)
+    if is_replaced:
+        _keep_others(target, new)
+    for path in [*new.rglob("*"), new]:
+        if not path.is_symlink():
+            with suppress(PermissionError):
+                fsync_path(path)
+    if is_replaced:
+        os.replace(target, old)
+    try:
+        os.replace(new, target)
+    except OSError:
+        if is_replaced:
+            os.replace(old, target)
+        raise
 
 
-def _keep_others(old: Path, target: Path, replaced: set[str], move: Callable[[Path, Path], None]) -> None:
-    """Move all files of `old` except `replaced` to their places in `target`."""
-    for entry in sorted(old.iterdir()):
-        place = target / entry.name
-        if entry.is_dir() and not entry.is_symlink() and (place.is_dir() or not os.path.lexists(place)):
-            inner = {name.partition("/")[2] for name in replaced if name.startswith(f"{entry.name}/")}
-            files = [path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir()]
-            if not inner.issuperset(path.relative_to(entry).as_posix() for path in files):
-                place.mkdir(exist_ok=True)
-                _keep_others(entry, place, inner, move)
-        elif entry.name not in replaced:
-            if os.path.lexists(place) and entry.name != KEPT_FILE:
-                aside = next(name for name in _old_names(place) if not os.path.lexists(name))
-                logger.warning("%s was not written by this library, and is now %s", place, aside.name)
-                place = aside
-            move(entry, place)
-
-
-def _old_names(path: Path) -> Iterator[Path]:
-    yield path.with_name(f"{path.name}.old")
-    yield from (path.with_name(f"{path.name}.old{number}") for number in count(2))
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        with suppress(PermissionError):
-            fsync_path(path)
+def _keep_others(target: Path, new: Path) -> None:
+    """Link all files of `target` into `new`, except those that are as this library wrote them."""
+    replaced = {MANIFEST}
+    if (target / MANIFEST).is_file():
+        hashes = check_manifest(target, {})[FILES]
+        paths = ((name, target / name, digest) for name, digest in hashes.items())
+        replaced |= {name for name, path, digest in paths if path.is_file() and file_hash(path) == digest}
+    for path in sorted(target.rglob("*")):
+        name = path.relative_to(target).as_posix()
+        if name in replaced or (path.is_dir() and not path.is_symlink()):
+            continue
+        place = new / name
+        if os.path.lexists(place) and path.name == KEPT_FILE:
+            place.unlink()
+        elif os.path.lexists(place):
+            names = (place.with_name(f"{path.name}.old{number or ''}") for number in range(1000))
+            place = next(each for each in names if not os.path.lexists(each))
+            logger.warning("%s was not written by this library, and is now %s", path, place.name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, place, follow_symlinks=False)
+        except OSError:  # of another user, or on a file system without links
+            shutil.copy2(path, place, follow_symlinks=False)
