@@ -1,11 +1,9 @@
 """User errors and run failures, with the exit code of each."""
 
 import importlib
-import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import requires
@@ -140,34 +138,13 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def rust_panics_as_errors() -> Iterator[None]:
-    """Inside, a panic of a Rust library becomes a RuntimeError, and its backtrace on stderr is discarded.
-
-    Standard error is buffered inside, and written afterwards if there was no panic.
-    """
+    """Inside, a panic of a Rust library becomes a RuntimeError."""
     try:
-        standard_error = os.dup(2)
-    except OSError:  # it is closed
-        standard_error = -1
-    is_dropped = False
-    with tempfile.TemporaryFile() as buffer:
-        try:
-            if standard_error >= 0:
-                os.dup2(buffer.fileno(), 2)
-            yield
-        except BaseException as error:
-            if not is_panic(error):
-                raise
-            is_dropped = True
-            raise RuntimeError(str(error)) from error
-        finally:
-            if standard_error >= 0:
-                if sys.stderr is not None:
-                    sys.stderr.flush()
-                os.dup2(standard_error, 2)
-                os.close(standard_error)
-                buffer.seek(0)
-                if not is_dropped:
-                    os.write(2, buffer.read())
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise RuntimeError(str(error)) from error
 
 
 def shown(value: object, limit: int = 60) -> str:

