@@ -21,26 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchNeeds:
-    """A module's requirements on its batches, which the data module uses to plan and check them.
+    """A module's requirements on its batches, which the data module uses to plan and check them."""
 
-    Attributes:
-        in_batch_negatives: Whether candidates of other queries are negatives: set per source, or for all sources.
-        gathers_candidates: Whether the loss gathers the candidates of all ranks.
-        sampler: The batch sampler that the method needs, None for any.
-        without_sampler: The warning for another sampler: its disadvantage, and a hint.
-        masks_text, masks_class: Whether candidates with the query's text or label are masked.
-        only_hard_negatives: Whether the loss is 0 without hard negatives, in-batch negatives or not.
-        teacher_tokens: Tokenises texts in a role for the module's teacher; None without a teacher.
-    """
-
-    in_batch_negatives: Literal["source", "on", "off"] = "source"
-    gathers_candidates: bool = True
-    sampler: str | None = None
-    without_sampler: str = ""
+    in_batch_negatives: Literal["source", "on", "off"] = "source"  # candidates of other queries as negatives
+    gathers_candidates: bool = True  # whether the loss gathers the candidates of all ranks
+    sampler: str | None = None  # the batch sampler that the method needs, None for any
+    without_sampler: str = ""  # the warning for another sampler: its disadvantage, and a hint
+    # Tokenises texts in a role for the module's teacher.
     teacher_tokens: Callable[[Sequence[str], TextRole], TokenBatch] | None = None
-    masks_text: bool = True
-    masks_class: bool = True
-    only_hard_negatives: bool = False
+    masks_text: bool = True  # whether candidates with the query's text are masked
+    masks_class: bool = True  # whether candidates with the query's label are masked
+    only_hard_negatives: bool = False  # whether the loss is 0 without hard negatives
 
 
 @runtime_checkable
@@ -50,21 +41,13 @@ class NeedsBatches(Protocol):
 
 
 class RunData(ABC):
-    """What callbacks and modules can read of a run's training data; the library's data modules inherit it.
+    """What callbacks and modules can read of a run's training data; the library's data modules inherit it."""
 
-    Attributes:
-        batch_size: Number of entries in one rank's batch.
-        text: Text settings as configured, None for packed rows; see `text_for`.
-        row_length: Tokens of a packed row, None for texts.
-        has_surrogates: Whether batches contain vectors of a surrogate model.
-        has_scores: Whether batches contain a teacher's scores; None before the sources are opened.
-    """
-
-    batch_size: int
-    text: TextSettings | None = None
-    row_length: int | None = None
-    has_surrogates: bool = False
-    has_scores: bool | None = False
+    batch_size: int  # entries in one rank's batch
+    text: TextSettings | None = None  # as configured, None for packed rows; see `text_for`
+    row_length: int | None = None  # tokens of a packed row, None for texts
+    has_surrogates: bool = False  # whether batches contain vectors of a surrogate model
+    has_scores: bool | None = False  # whether they contain a teacher's scores; None before the sources are opened
 
     def text_for(self, model: TextSettings) -> TextSettings:
         """The text settings of a model that starts with the settings `model` and is trained on this data."""
@@ -157,7 +140,8 @@ class ChecksRun(Protocol):
         ...
 
 
-_PLAIN = (bool, int, float, str)
+# Values and defaults that a config contains as they are.
+_PLAIN = (type(None), bool, int, float, str)
 # Packages whose objects store their arguments as attributes.
 _OPEN = ("embeddings.", "lightning.", "pytorch_lightning.")
 
@@ -186,7 +170,7 @@ class KeepsArguments:
 
 def as_config(value: Any) -> Any:
     """A value as in a config: an object becomes `class_path` and `init_args`, a function or data a description."""
-    if value is None or isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, PathLike):
         return str(value)
@@ -197,10 +181,9 @@ def as_config(value: Any) -> Any:
     if isinstance(value, type):
         return {"class_path": _path(value)}
     if isinstance(value, partial) and isinstance(value.func, type):
-        bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords)
-        return _component(value.func, _flat(value.func, bound.arguments))
+        return _component(value.func, value.args, value.keywords)
     if isinstance(value, KeepsArguments):
-        return _component(type(value), _arguments(value, value.given_arguments))
+        return _component(type(value), *value.given_arguments, with_defaults=True)
     if is_dataclass(value):
         # A class with `given` has settings that are not set: their values depend on the run.
         settings = [field.name for field in fields(value) if field.init]
@@ -211,29 +194,25 @@ def as_config(value: Any) -> Any:
     if type(value).__module__.startswith(_OPEN):
         names = inspect.signature(type(value)).parameters
         known = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        return _component(type(value), {name: item for name, item in known.items() if _is_plain(item)})
+        return _component(type(value), (), {name: item for name, item in known.items() if isinstance(item, _PLAIN)})
     return f"({type(value).__name__} in memory)"
 
 
-def _arguments(value: object, given: Given) -> dict[str, Any]:
-    """The passed arguments, and the defaults of plain types, by name."""
-    kind = type(value)
-    bound = inspect.signature(kind).bind(*given.args, **given.kwargs)
-    chosen = set(bound.arguments)
-    bound.apply_defaults()
-    known = {name: item for name, item in bound.arguments.items() if name in chosen or _is_plain(as_config(item))}
-    return _flat(kind, known)
-
-
-def _flat(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(kind).parameters
-    found: dict[str, Any] = {}
-    for name, item in arguments.items():
-        found |= item if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: item}
-    return found
-
-
-def _component(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _component(
+    kind: type, args: Sequence[Any], kwargs: Mapping[str, Any], with_defaults: bool = False
+) -> dict[str, Any]:
+    """A class and its arguments, with its plain defaults on request."""
+    signature = inspect.signature(kind)
+    bound = signature.bind_partial(*args, **kwargs)
+    given = set(bound.arguments)
+    if with_defaults:
+        bound.apply_defaults()
+    arguments: dict[str, Any] = {}
+    for name, item in bound.arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= item
+        elif name in given or isinstance(item, (*_PLAIN, list, tuple)):
+            arguments[name] = item
     config: dict[str, Any] = {"class_path": _path(kind)}
     return config | ({"init_args": as_config(arguments)} if arguments else {})
 
@@ -246,12 +225,3 @@ def _path(kind: type) -> str:
         if getattr(sys.modules.get(package), kind.__name__, None) is kind:
             return f"{package}.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    is_text_of_object = isinstance(value, str) and value.startswith("(function ")
-    return (value is None or isinstance(value, _PLAIN)) and not is_text_of_object

@@ -29,17 +29,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class PaddedTokens(NamedTuple):
-    """Texts padded on the right to one length, the input of a backbone.
+    """Texts padded on the right to one length, the input of a backbone."""
 
-    Attributes:
-        input_ids_NL: Token ids, (N, L) int64.
-        attention_mask_NL: True where there is a token, (N, L) bool.
-        pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
-    """
-
-    input_ids_NL: Tensor
-    attention_mask_NL: Tensor
-    pooling_mask_NL: Tensor
+    input_ids_NL: Tensor  # int64
+    attention_mask_NL: Tensor  # bool, true where there is a token
+    pooling_mask_NL: Tensor  # bool, true where a token enters the pooling
 
 
 class _Movable:
@@ -65,21 +59,14 @@ class _Movable:
 
 @dataclass(slots=True, eq=False)
 class TokenBatch(_Movable):
-    """Texts as one ragged row of tokens; padding is added only when a mini-batch is formed.
-
-    Attributes:
-        input_ids_T: Concatenated token ids of all texts, (T,) int64.
-        pooling_mask_T: True where a token enters the pooling, (T,) bool.
-        lengths_N: Number of tokens of each text, (N,) int64, always on the CPU, so planning needs no synchronisation.
-        device_lengths_N: A copy of the lengths on the tokens' device, (N,) int64; None for tokens in host memory.
-    """
+    """Texts as one ragged row of tokens; padding is added only when a mini-batch is formed."""
 
     _ON_CPU = ("lengths_N",)
 
-    input_ids_T: Tensor
-    pooling_mask_T: Tensor
-    lengths_N: Tensor
-    device_lengths_N: Tensor | None = None
+    input_ids_T: Tensor  # concatenated token ids of all texts, int64
+    pooling_mask_T: Tensor  # bool, true where a token enters the pooling
+    lengths_N: Tensor  # tokens of each text, int64, always on the CPU, so planning needs no synchronisation
+    device_lengths_N: Tensor | None = None  # a copy on the tokens' device; None for tokens in host memory
 
     def __len__(self) -> int:
         return int(self.lengths_N.numel())
@@ -140,53 +127,29 @@ class TokenBatch(_Movable):
 
 @dataclass(slots=True, eq=False)
 class ContrastiveBatch(_Movable):
-    """Queries, candidates, and the facts about each text that a loss needs. Independent of the method.
+    """Queries, candidates, and the facts about each text that a loss needs. Independent of the method."""
 
-    Attributes:
-        query: The queries, B texts.
-        candidate: The candidates, C texts: the positives of query 0 … B-1 first, then the negatives.
-        positive_index_B: Row of each query's positive among the candidates, (B,) int64.
-        owner_C: Row of the query that each candidate was sampled for, (C,) int64.
-        query_hash_B: Hash of each query's text without its prompt (`io.text_hash`), (B,) int64.
-        candidate_hash_C: The same for each candidate, (C,) int64.
-        known_positive_hash_BP: Hashes of every known positive of each query, padded with the first one, (B, P) int64.
-        source_B: Index of the data source of each query, (B,) int64; a candidate has the source of its owner.
-        query_label_B: Class of each query within its source, -1 for none, (B,) int64.
-        candidate_label_C: The same for each candidate, (C,) int64.
-        in_batch_B: True where the query's source allows candidates of other queries as negatives, (B,) bool.
-        row_B: Row of each query in the mixture of sources, (B,) int64.
-        context: Context documents for all texts, M texts; None for methods without a context stage.
-        surrogate_query_BS: Vector of each query by a surrogate model, (B, S) float32, NaN if its source has none; None
-            if no source has them.
-        surrogate_candidate_CS: The same for each candidate, (C, S) float32.
-        num_extra_tokens: Positions before each text in the encoder, for context slots (filled or not) and soft
-            prompts; they count towards the mini-batch size.
-        negative_level: The curriculum's level of hard negatives, 1 (hardest) to 4 (easiest); 0 without a curriculum.
-        teacher_score_C: A teacher's score of each candidate for its owner, (C,) float32, NaN if missing; None
-            without a teacher.
-        teacher_query: The queries tokenised for an online teacher, B texts; None without one.
-        teacher_candidate: The same for the candidates, C texts.
-    """
-
-    query: TokenBatch
-    candidate: TokenBatch
-    positive_index_B: Tensor
-    owner_C: Tensor
-    query_hash_B: Tensor
-    candidate_hash_C: Tensor
-    known_positive_hash_BP: Tensor
-    source_B: Tensor
-    query_label_B: Tensor
-    candidate_label_C: Tensor
-    in_batch_B: Tensor
-    row_B: Tensor
-    context: TokenBatch | None = None
+    query: TokenBatch  # B texts
+    candidate: TokenBatch  # C texts: the positives of query 0 … B-1 first, then the negatives
+    positive_index_B: Tensor  # row of each query's positive among the candidates, int64
+    owner_C: Tensor  # row of the query that each candidate was sampled for, int64
+    query_hash_B: Tensor  # hash of each query's text without its prompt (`io.text_hash`), int64
+    candidate_hash_C: Tensor  # the same for each candidate
+    known_positive_hash_BP: Tensor  # hashes of every known positive of each query, padded with the first one, int64
+    source_B: Tensor  # index of the data source of each query, int64; a candidate has the source of its owner
+    query_label_B: Tensor  # class of each query within its source, -1 for none, int64
+    candidate_label_C: Tensor  # the same for each candidate
+    in_batch_B: Tensor  # bool, true where the query's source allows candidates of other queries as negatives
+    row_B: Tensor  # row of each query in the mixture of sources, int64
+    context: TokenBatch | None = None  # context documents for all texts, M texts
+    # Vectors by a surrogate model, float32, NaN if the source has none; None if no source has them.
     surrogate_query_BS: Tensor | None = None
     surrogate_candidate_CS: Tensor | None = None
+    # Positions before each text in the encoder, for context slots (filled or not) and soft prompts.
     num_extra_tokens: int = 0
-    negative_level: int = 0
-    teacher_score_C: Tensor | None = None
-    teacher_query: TokenBatch | None = None
+    negative_level: int = 0  # the curriculum's level, 1 (hardest) to 4 (easiest); 0 without a curriculum
+    teacher_score_C: Tensor | None = None  # a teacher's score of each candidate for its owner, float32, NaN if missing
+    teacher_query: TokenBatch | None = None  # the queries tokenised for an online teacher
     teacher_candidate: TokenBatch | None = None
 
     def __len__(self) -> int:
@@ -195,48 +158,30 @@ class ContrastiveBatch(_Movable):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Representations:
-    """The outputs of a method for each text.
+    """The outputs of a method for each text."""
 
-    Attributes:
-        vector_ND: One vector per text, (N, D) float; concatenated over mini-batches.
-        statistics: Tensors summed over mini-batches, such as router counts.
-    """
-
-    vector_ND: Tensor
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    vector_ND: Tensor  # float, concatenated over mini-batches
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # summed over mini-batches, such as router counts
 
 
 class LossOutput(NamedTuple):
-    """A loss and its parts.
+    """A loss and its parts."""
 
-    Attributes:
-        loss: The value to minimise, () float32, the mean over this rank's B queries.
-        terms: Detached scalars for logging, by name (`train/<name>`).
-    """
-
-    loss: Tensor
-    terms: dict[str, Tensor]
+    loss: Tensor  # () float32, the mean over this rank's B queries
+    terms: dict[str, Tensor]  # detached scalars for logging, by name (`train/<name>`)
 
 
 @dataclass(slots=True, eq=False)
 class PackedRows(_Movable):
-    """Rows of equal length, split from a concatenation of documents.
-
-    Attributes:
-        input_ids_NL: Token ids, (N, L) int64; the last row of a corpus is padded.
-        document_NL: Index of each token's document within its row, from 0, and -1 for padding, (N, L) int64.
-        special_NL: True at padding and at the tokenizer's special tokens, (N, L) bool.
-        draw_N: Random key of each row, (N,) int64, always on the CPU.
-        row_N: Index of each row in the mixture of sources, (N,) int64, always on the CPU.
-    """
+    """Rows of equal length, split from a concatenation of documents; the last row of a corpus is padded."""
 
     _ON_CPU = ("draw_N", "row_N")
 
-    input_ids_NL: Tensor
-    document_NL: Tensor
-    special_NL: Tensor
-    draw_N: Tensor
-    row_N: Tensor
+    input_ids_NL: Tensor  # int64
+    document_NL: Tensor  # index of each token's document within its row, from 0, and -1 for padding, int64
+    special_NL: Tensor  # bool, true at padding and at the tokenizer's special tokens
+    draw_N: Tensor  # random key of each row, int64
+    row_N: Tensor  # index of each row in the mixture of sources, int64
 
     def __len__(self) -> int:
         return len(self.input_ids_NL)
@@ -244,25 +189,16 @@ class PackedRows(_Movable):
 
 @dataclass(slots=True, eq=False)
 class Prediction(_Movable):
-    """The input of a language model, the tokens to predict, and the states that predict them.
-
-    Attributes:
-        input_ids_NL: Input token ids, after masking, (N, L) int64.
-        document_NL: As in `PackedRows`.
-        read_P: Index of the state that predicts each target, in the flattened N·L states, (P,) int64.
-        label_P: The token to predict, (P,) int64.
-        has_padding: Whether any token is padding; known without reading from the device.
-        row_N: Index of each row in the mixture of sources, (N,) int64, always on the CPU.
-    """
+    """The input of a language model, the tokens to predict, and the states that predict them."""
 
     _ON_CPU = ("row_N",)
 
-    input_ids_NL: Tensor
-    document_NL: Tensor
-    read_P: Tensor
-    label_P: Tensor
-    has_padding: bool
-    row_N: Tensor
+    input_ids_NL: Tensor  # after masking, int64
+    document_NL: Tensor  # as in `PackedRows`
+    read_P: Tensor  # index of the state that predicts each target, in the flattened N·L states, int64
+    label_P: Tensor  # the token to predict, int64
+    has_padding: bool  # known without reading from the device
+    row_N: Tensor  # as in `PackedRows`
 
     def __len__(self) -> int:
         return len(self.label_P)
