@@ -10,10 +10,9 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, as_completed, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
@@ -37,13 +36,12 @@ from embeddings.common.io import (
     require_regular,
     write_manifest,
 )
-from embeddings.common.process import block_signals, exit_description
+from embeddings.common.process import EXIT_TERMINATED, block_signals, exit_description
 
 # A job shorter than this shows no progress bar.
 PROGRESS_DELAY_SECONDS = 2.0
 # Interval of progress lines if standard error is not a terminal.
 LINE_SECONDS = 30.0
-_SET_TASK = "set --task-index and --num-tasks"
 
 MakeShard = Callable[[int, Path], None]
 
@@ -121,27 +119,18 @@ class TaskOptions:
         if index is not None and count is not None:
             return ArrayTask(index, count)
         if index is not None or count is not None:
-            present, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
-            raise OptionError(present, count if index is None else index, f"needs {absent}", "set both or neither")
+            raise OptionError("task_index", index, "needs num_tasks, which needs it too", "set both or neither")
         if "SLURM_ARRAY_TASK_ID" not in os.environ:
             return ArrayTask()
         number, first, count, step = (
-            _integer_variable(f"SLURM_ARRAY_TASK_{name}", default, minimum)
-            for name, default, minimum in (("ID", 0, 0), ("MIN", 0, 0), ("COUNT", 1, 1), ("STEP", 1, 1))
+            int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", default))
+            for name, default in (("ID", 0), ("MIN", 0), ("COUNT", 1), ("STEP", 1))
         )
         index, remainder = divmod(number - first, step)
         if remainder or not 0 <= index < count:
-            raise OptionError(
-                "SLURM_ARRAY_TASK_ID", number, f"is not in an array of {count} tasks with a constant step", _SET_TASK
-            )
+            rule = f"is not in an array of {count} tasks with a constant step"
+            raise OptionError("SLURM_ARRAY_TASK_ID", number, rule, "set --task-index and --num-tasks")
         return ArrayTask(index, count)
-
-
-def _integer_variable(name: str, default: int, minimum: int) -> int:
-    value = os.environ.get(name, str(default))
-    if not (value.isascii() and value.isdigit()) or int(value) < minimum:
-        raise OptionError(name, value, f"must be an integer >= {minimum}", _SET_TASK)
-    return int(value)
 
 
 class JobFolder:
@@ -311,15 +300,16 @@ def manifest_path(output: Path) -> Path:
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """The manifest of a complete file with these `fields` and the recorded bytes, None if it does not exist."""
+    path = manifest_path(output)
     require_regular(output)
-    require_regular(manifest_path(output))
+    require_regular(path)
     if not output.exists():
-        if manifest_path(output).exists() and CHECKSUM not in check_file_manifest(manifest_path(output), {}):
-            raise InputError(str(manifest_path(output)), "this library did not write it", "name a new file")
+        if path.exists() and CHECKSUM not in check_file_manifest(path, {}):
+            raise InputError(str(path), "this library did not write it", "name a new file")
         return None
-    if not manifest_path(output).exists():
+    if not path.exists():
         raise InputError(str(output), "already exists and has no manifest", "name a new file")
-    manifest = check_file_manifest(manifest_path(output), fields)
+    manifest = check_file_manifest(path, fields)
     if file_sha256(output) != manifest["output_sha256"]:
         raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
     return manifest
@@ -327,32 +317,21 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Remove folders that were new, and empty those that were empty, if a `UserError` ends the block."""
-    made = [folder for folder in folders if not folder.exists()]
-    emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]
-    parents = [path for folder in folders for path in folder.parents if not path.exists()]
+    """Remove folders that were new or empty if a `UserError` ends the block, unless `unless` then returns True."""
+    made = [folder for folder in folders if not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))]
     try:
         yield
     except UserError:
         if not unless():
-            for path in (*made, *(path for folder in emptied for path in folder.iterdir())):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
-            for parent in sorted(parents, key=lambda path: -len(path.parts)):
-                with suppress(OSError):
-                    parent.rmdir()
+            for folder in made:
+                shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Maximum items of a process: the current one and the next one.
-_MAX_ITEMS = 2
 _TERMINATION_SECONDS = 10.0
-_RESULTS_KEPT = "finished results are kept"
 
 
 def spread(
@@ -360,60 +339,38 @@ def spread(
 ) -> Generator[Result, None, None]:
     """Process each item in one of several processes; results are yielded in the order of completion.
 
-    No process is more than two items ahead of the results that were consumed. If one fails, the others finish their
-    items before the error is raised: a `WorkerError` if the process died.
+    At most two items a process are read ahead of the results. The processes end with this iterator, or if this process
+    is killed. The death of one is a `WorkerError`.
 
     Args:
-        makers: For each process, by its name in messages, a factory of its work function, called in the new process
-            (`spawn`).
+        makers: For each process, by its name, a factory of its work function, called in the new process (`spawn`).
         items: The work items.
     """
     context = get_context("spawn")
-    pools = {name: ProcessPoolExecutor(1, context, _begin, (make,)) for name, make in makers.items()}
-    processes: dict[str, Any] = {}
-    pending: dict[Future[Result], str] = {}
-    source, failure = iter(items), list[Exception]()
-
-    def died(name: str) -> WorkerError:
-        processes[name].join(_TERMINATION_SECONDS)
-        return WorkerError(f"the process of {name} {exit_description(processes[name].exitcode or 0)}; {_RESULTS_KEPT}")
-
+    pool = ProcessPoolExecutor(len(makers), context, _begin, (list(makers.values()), context.Value("i")))
+    processes: dict[int, Any] = {}
+    pending = set[Future[Result]]()
     # Ctrl-C reaches all processes of a terminal, but this process decides when the workers end. Python's resource
     # tracker, which starts with the first worker, would unblock the signal again.
     resource_tracker.ensure_running()
     try:
-        more = True
-        while more or pending:
-            while more and not failure:
-                counts = Counter(pending.values())
-                name = min(pools, key=counts.__getitem__)
-                if counts[name] == _MAX_ITEMS:
-                    break
-                try:
-                    item = next(source)
-                except StopIteration:
-                    more = False
-                    break
-                try:
-                    with block_signals((signal.SIGINT,)):
-                        pending[pools[name].submit(_serve, name, item)] = name
-                except BrokenExecutor:
-                    failure.append(died(name))
-                for process in dict(pools[name]._processes or {}).values():
-                    processes[name] = process
-            more = more and not failure
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                name = pending.pop(future)
-                try:
-                    result = future.result()
-                except BrokenExecutor:
-                    failure.append(died(name))
-                except Exception as error:
-                    failure.append(error)
-                else:
-                    yield result
-        if failure:
-            raise failure[0]
+        for item in items:
+            with block_signals((signal.SIGINT,)):
+                pending.add(pool.submit(_serve, item))
+            processes |= pool._processes or {}
+            if len(pending) == 2 * len(makers):
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        for future in as_completed(pending):
+            yield future.result()
+    except BrokenExecutor:
+        for process in processes.values():
+            process.join(_TERMINATION_SECONDS)
+        codes = [process.exitcode or 0 for process in processes.values()]
+        # The executor has terminated the others.
+        code = next((code for code in codes if code not in (0, -signal.SIGTERM, EXIT_TERMINATED)), max(codes))
+        raise WorkerError(f"a worker process {exit_description(code)}; finished results are kept") from None
     finally:
         # Terminate all before waiting for the first.
         for process in processes.values():
@@ -421,17 +378,18 @@ def spread(
         for process in processes.values():
             process.join(_TERMINATION_SECONDS)
             process.kill()
-        for pool in pools.values():
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 # In a worker process: the factory of its work function, and that function once it is made.
 _worker: list[Any] = []
 
 
-def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
+def _begin(makers: list[Callable[[], Callable[[Any], Any]]], num_begun: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker[:] = [make]
+    with num_begun.get_lock():
+        _worker[:] = [makers[num_begun.value]]
+        num_begun.value += 1
     Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -442,7 +400,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _serve(name: str, item: Any) -> Any:
+def _serve(item: Any) -> Any:
     try:
         if len(_worker) == 1:
             _worker.append(_worker[0]())
@@ -454,10 +412,9 @@ def _serve(name: str, item: Any) -> Any:
     except (UserError, NumericError, OSError) as error:
         if _survives_pickling(error):
             raise
-        what = f"the process of {name} raised {type(error).__name__}: {error}; {_RESULTS_KEPT}"
-        raise WorkerError(what) from None
+        raise WorkerError(f"a worker process raised {type(error).__name__}: {error}") from None
     except Exception:
-        raise RuntimeError(f"the process of {name} failed:\n{traceback.format_exc()}") from None
+        raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -443,7 +443,7 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(
             130,
             "interrupted; finished files and shards are kept, and the same command continues after them",
         ),
-        ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); finished results are kept"),
+        ("worker", signal.SIGKILL, 70, "a worker process was ended by a signal (SIGKILL); finished results are kept"),
     ],
 )
 def test_an_interrupted_run_resumes(target, number, code, message, model, tmp_path, one_thread):
