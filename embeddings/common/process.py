@@ -20,19 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from embeddings.common.errors import PreemptedError, UserError
+from embeddings.common.errors import PreemptedError
 
 if TYPE_CHECKING:
     import torch
 
 
 TIMEOUT_SECONDS = 60
-# Variables of SLURM, torchrun or a user about a run's processes; all are integers, and Lightning reads them too.
-_NUMBERS = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID"),
-)
 
 
 def job_id() -> str | None:
@@ -42,26 +36,12 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def check_variables() -> None:
-    """Refuse a variable about this run's processes that is not an integer."""
-    for name in _NUMBERS:
-        value = os.environ.get(name)
-        if value is not None and not (value.isascii() and value.isdecimal()):
-            raise UserError(f"{name} must be an integer >= 0 in the environment, got {value!r}; set or unset it")
-
-
-def process_rank() -> str:
-    ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-    return next((rank for rank in ranks if rank != "0"), "0")
-
-
 def is_first_process() -> bool:
-    return process_rank() == "0"
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
 
 
 def num_processes() -> int:
     """Number of processes that srun or torchrun started for this run; 1 without them."""
-    check_variables()
     # Not SLURM_NTASKS: it is the job's, even in a batch script that starts one process without srun.
     return max(int(os.environ.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
 
@@ -156,12 +136,10 @@ def lazy_names(package: str) -> Callable[[str], Any]:
     return getattribute
 
 
-_CPU_INFO = Path("/proc/cpuinfo")
-
-
 def cpu_name() -> str:
-    text = _CPU_INFO.read_text(encoding="utf-8", errors="replace") if _CPU_INFO.is_file() else ""
-    models = [line for line in text.splitlines() if line.startswith("model name")]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    models = [line for line in lines if line.startswith("model name")]
     if models:
         return f"{len(models)} x {models[0].split(':')[1].strip()}"
     return platform.processor() or platform.machine()
@@ -190,8 +168,9 @@ def tune_malloc() -> bool:
     if is_configured or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # 1 is success. Setting one disables glibc's dynamic choice of both, so both are set.
-    return bool(mallopt(_MMAP_THRESHOLD, _MAX_HEAP_BLOCK) == 1 == mallopt(_TRIM_THRESHOLD, _MAX_FREE_HEAP))
+    # Setting one disables glibc's dynamic choice of both, so both are set.
+    is_set = mallopt(_MMAP_THRESHOLD, _MAX_HEAP_BLOCK) == 1
+    return is_set and bool(mallopt(_TRIM_THRESHOLD, _MAX_FREE_HEAP) == 1)
 
 
 def limit_kernel_cache() -> None:

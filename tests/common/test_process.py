@@ -11,15 +11,12 @@ import warnings
 from contextlib import suppress
 
 import pytest
-import torch
 
-from embeddings.common import PreemptedError, UserError, process
+from embeddings.common import PreemptedError, process
 from embeddings.common.process import (
     STOP_SIGNALS,
     answer,
     block_signals,
-    cpu_name,
-    device_name,
     handle_preemption,
     lazy_names,
     log_to_stderr,
@@ -68,14 +65,6 @@ def test_the_job_the_rank_and_the_number_of_processes_come_from_the_environment(
     assert (process.job_id(), process.is_first_process(), process.num_processes()) == (job, is_first, number)
 
 
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["first", "-1", "", "1.0", "¹"])
-def test_a_variable_that_is_not_an_integer_is_named(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=rf"^{name} must be an integer >= 0 in the environment, got "):
-        process.num_processes()
-
-
 @pytest.mark.parametrize(("code", "refusal"), [(0, ""), (1, "Invalid job id")])
 def test_scontrol_runs_once_and_its_refusal_is_returned(code, refusal, tmp_path, monkeypatch):
     asked = fake_scontrol(tmp_path, code)
@@ -117,17 +106,6 @@ def test_every_public_name_of_a_lazy_package_can_be_loaded(package):
     names = importlib.import_module(package).__all__
     assert len(names) > 10
     assert all(getattr(importlib.import_module(package), name) is not None for name in names)
-
-
-def test_the_cpus_are_counted_and_named(tmp_path, monkeypatch):
-    info = tmp_path / "cpuinfo"
-    info.write_bytes(b"processor : 0\nmodel name\t: Some CPU: 2.1\xffGHz\n\nprocessor : 1\nmodel name\t: Some CPU\n")
-    monkeypatch.setattr(process, "_CPU_INFO", info)
-    assert cpu_name().startswith("2 x Some CPU")
-    assert device_name(torch.device("cpu")) == cpu_name()
-    info.unlink()
-    monkeypatch.setattr(platform, "processor", lambda: "riscv64")
-    assert cpu_name() == "riscv64"
 
 
 FAULTS = """
