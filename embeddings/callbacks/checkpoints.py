@@ -6,16 +6,16 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from torch import Tensor, nn
+from torch import nn
 
-from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints, other_model
+from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
 from embeddings.common import OptionError, TextSettings, UserError
-from embeddings.common.checkpoint_file import copied, plain, read_checkpoint, write_checkpoint
+from embeddings.common.checkpoint_file import copied, read_checkpoint, write_checkpoint
 from embeddings.common.io import check_disk_space
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
@@ -42,18 +42,13 @@ class DurableCheckpointIO(CheckpointIO):
         self._thread: ThreadPoolExecutor | None = None
         # The current write, and the removals to do after it.
         self._tasks: list[Future[None]] = []
-        # The tensors of the copy that the thread writes.
-        self._memory: list[Tensor] = []
         # The run's local checkpoints, including those that a killed process did not remove.
         self.written: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError("DurableCheckpointIO does not support storage_options")
         if self.asynchronous:
-            plain(checkpoint)
             self.wait()
-            self.start(_write, copied(checkpoint, self._memory), path)
+            self.start(_write, copied(checkpoint), path)
         else:
             _write(checkpoint, path)
         self.written.add(os.path.abspath(path))
@@ -91,7 +86,7 @@ class DurableCheckpointIO(CheckpointIO):
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._thread, self._memory = None, []
+            self._thread = None
 
 
 def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -148,13 +143,6 @@ def finish_writing(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io.wait()
 
 
-@runtime_checkable
-class _TrainedModule(Protocol):
-    def state_per_weight(self) -> float: ...
-
-    def frozen_names(self) -> set[str]: ...
-
-
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
     """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints, one of them `resumed`."""
     kept = model_checkpoints(trainer)
@@ -166,17 +154,18 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     for folder in {str(callback.dirpath or logger_folder or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
             own = Path(resumed or "")
-            is_there = resumed is not None and own.exists() and own.resolve().parent == Path(folder).resolve()
+            is_there = own.exists() and own.resolve().parent == Path(folder).resolve()
             files = [own, *own.rglob("*")] if is_there else []
-            check_disk_space(folder, needed, sum(path.stat().st_size for path in files if path.is_file()))
+            check_disk_space(folder, needed - sum(path.stat().st_size for path in files if path.is_file()))
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
     """The approximate size of a run's checkpoint; called before the module is converted to `precision`."""
     halves = precision in ("bf16-true", "16-true")
-    per_weight, left_out = 0.0, set[str]()
-    if isinstance(module, _TrainedModule):
-        per_weight, left_out = module.state_per_weight(), module.frozen_names()
+    module_of_method: Any = module
+    is_of_method = hasattr(module, "state_per_weight")
+    per_weight = module_of_method.state_per_weight() if is_of_method else 0.0
+    left_out = module_of_method.frozen_names() if is_of_method else set()
     total = 0.0
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         size = 2 if halves and value.is_floating_point() else value.itemsize
@@ -217,8 +206,6 @@ class _Export(L.Callback):
 
     def __init__(self, output: str, best: bool, replace: bool) -> None:
         self.output, self.best, self.replace = output, best, replace
-        # The model of another run that this one replaces, in words.
-        self._replaced = ""
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         replace = self.replace or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
@@ -227,11 +214,6 @@ class _Export(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.check_run(trainer, pl_module, run_data(trainer))
-            if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
-                return
-            self._replaced = other_model(trainer, self.output)
-            if self._replaced:
-                logger.info("%s: contains %s of another run, which this run will replace", self.output, self._replaced)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = training_strategy(trainer.strategy)
@@ -243,8 +225,7 @@ class _Export(L.Callback):
                 with replaced_folder(Path(self.output).expanduser()) as new:
                     self._write(trainer, pl_module, new, num_steps)
                     mark_output(trainer, new)
-                replaced = f", in place of {self._replaced} of another run" if self._replaced else ""
-                logger.info("model directory: %s%s", self.output, replaced)
+                logger.info("model directory: %s", self.output)
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
         raise NotImplementedError

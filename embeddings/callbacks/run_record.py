@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shlex
-import socket
 import subprocess
 import uuid
 from contextlib import ExitStack, suppress
@@ -13,7 +12,7 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import yaml
@@ -47,11 +46,6 @@ from embeddings.models.moe.upcycling import parameter_counts
 
 # The file in a model directory that names the run which wrote it.
 MODEL_RUN_FILE = "training_run.json"
-
-
-@runtime_checkable
-class _ReportsHarm(Protocol):
-    def harm(self) -> str: ...
 
 
 class RunRecord(SaveConfigCallback):
@@ -110,7 +104,7 @@ class RunRecord(SaveConfigCallback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        lines = [callback.harm() for callback in callbacks if isinstance(callback, _ReportsHarm)]
+        lines = [callback.harm() for callback in callbacks if hasattr(callback, "harm")]
         why = "; ".join(filter(None, lines))
         if why and trainer.is_global_zero:
             process_logger.warning("warning: %s", why)
@@ -160,25 +154,14 @@ class RunRecord(SaveConfigCallback):
             write_json(self.log_dir / "run.json", {**self._record, "end": end})
 
 
-def other_model(trainer: L.Trainer, output: str) -> str:
-    """The model of another run in a folder, in words; empty if there is none."""
-    place, logger = Path(output).expanduser(), run_logger(trainer)
-    if not (place / "config.json").is_file():
-        return ""
-    found = read_json_or_empty(place / MODEL_RUN_FILE)
-    # Runs without a record cannot be distinguished.
-    has_record = logger is not None and logger.resumed is not None and RunRecord.of(trainer) is not None
-    own = read_json_or_empty(logger.resumed.folder / "run.json").get("id") if has_record else None  # type: ignore[union-attr]
-    if own is not None and found.get("id") == own:
-        return ""
-    return f"a model of {found['step']:,} steps" if isinstance(found.get("step"), int) else "a model"
-
-
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
     """Refuse a path that exists but is not a folder, or, without `replace`, contains another run's model."""
     require_replaceable(output)
-    has_record = run_logger(trainer) is not None and RunRecord.of(trainer) is not None
-    if not replace and has_record and other_model(trainer, output):
+    place, logger = Path(output).expanduser(), run_logger(trainer)
+    if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():
+        return
+    own = None if logger.resumed is None else read_json_or_empty(logger.resumed.folder / "run.json").get("id")
+    if own is None or read_json_or_empty(place / MODEL_RUN_FILE).get("id") != own:
         fix = f"choose another folder, or set replace: true in {option}"
         raise OptionError(f"{option}.output", output, "must not contain a model of another run", fix)
 
@@ -254,11 +237,10 @@ class RunLogger(CSVLogger):
         """Lock the folder on the first process; raises a `UserError` if another process writes to it."""
         if self._lock is not None or "://" in self.log_dir:
             return
-        path, lock = Path(self.log_dir) / LOCK_FILE, ExitStack()
-        if not lock.enter_context(file_lock(path, wait=False, optional=True)):
-            holder = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-            raise UserError(f"{self.log_dir}: {holder} is already running this run; wait until it ends, or end it")
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        lock = ExitStack()
+        if not lock.enter_context(file_lock(Path(self.log_dir) / LOCK_FILE, wait=False, optional=True)):
+            what = "another process is already running this run; wait until it ends, or end it"
+            raise UserError(f"{self.log_dir}: {what}")
         self._lock = lock
 
     @property

@@ -3,7 +3,6 @@
 Reading it runs no code: it contains only tensors and plain types. `torch.load(FILE, weights_only=True)` reads it too.
 """
 
-import errno
 import os
 import shutil
 import warnings
@@ -23,7 +22,6 @@ from embeddings.common.io import (
     atomic_path,
     check_disk_space,
     check_regular,
-    disk_full_message,
     file_hash,
     fsync_path,
     remove_abandoned,
@@ -71,19 +69,14 @@ def plain(
     raise InputError(f"checkpoint[{']['.join(place)}]", what, hint)
 
 
-def copied(content: Any, memory: list[Tensor]) -> Any:
-    """A copy of a content with its tensors in main memory, in the tensors of `memory` where shapes and dtypes fit."""
+def copied(content: Any) -> Any:
+    """A copy of a content with its tensors in main memory; tied weights stay one tensor."""
     copies: dict[Hashable, Tensor] = {}
 
     def copy(tensor: Tensor, place: Place) -> Tensor:
         identity = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
-        if identity not in copies:  # tied weights stay one tensor
-            index = len(copies)
-            if index == len(memory):
-                memory.append(torch.empty(0))
-            if (memory[index].shape, memory[index].dtype) != (tensor.shape, tensor.dtype):
-                memory[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copies[identity] = memory[index].copy_(tensor.detach())
+        if identity not in copies:
+            copies[identity] = tensor.detach().to("cpu", copy=True)
         return copies[identity]
 
     return plain(content, copy)
@@ -123,26 +116,24 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
         return tensor.detach()
 
     content = plain(content, detached)
-    # Partial files of killed processes take space.
-    remove_abandoned(path.parent)
-    needed = sum(sizes.values()) * 1001 // 1000
-    check_disk_space(path, needed)
+    remove_abandoned(path.parent)  # partial files of killed processes take space
+    check_disk_space(path, sum(sizes.values()) * 1001 // 1000)
+    aside = aside_of(path)
     try:
-        replaced = moved_aside(path, is_folder=False)
-        with atomic_path(path) as temporary, open(temporary, "wb") as file:
-            checked = _CheckedFile(file)
-            torch.save(content, checked)  # type: ignore[arg-type]
-            checked.finish()
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        with atomic_path(path) as temporary:
+            with open(temporary, "wb") as file:
+                checked = _CheckedFile(file)
+                torch.save(content, checked)  # type: ignore[arg-type]
+                checked.finish()
+            if path.is_dir():  # a checkpoint of sharded weights
+                os.replace(path, aside)
+        shutil.rmtree(aside, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         # torch raises an error of its own after one of the file.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
         cause.filename = str(path)
-        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            cause.strerror = disk_full_message(str(cause.strerror), needed, shutil.disk_usage(path.parent).free)
         raise cause from None
 
 
@@ -263,23 +254,16 @@ def read_folder(path: Path, device: str = "cpu") -> CheckpointFolder:
     return CheckpointFolder(path / stored["parts"], stored["content"], stored["hashes"])
 
 
-def write_folder(
-    path: Path, parts: Path, content: dict[str, Any], hashes: dict[str, str], replaced: Path | None = None
-) -> None:
+def write_folder(path: Path, parts: Path, content: dict[str, Any], hashes: dict[str, str]) -> None:
     """Complete a checkpoint folder, whose `parts` are on disk: they replace those of an earlier checkpoint."""
     fsync_path(parts)
     write_checkpoint({"parts": parts.name, "content": content, "hashes": hashes}, path / CONTENT)
     for other in path.iterdir():
         if other.is_dir() and other != parts:
             shutil.rmtree(other, ignore_errors=True)
-    if replaced is not None:
-        replaced.unlink()
+    aside_of(path).unlink(missing_ok=True)
 
 
-def moved_aside(path: Path, is_folder: bool) -> Path | None:
-    """The new name of a checkpoint of the other kind, file or folder, which had this path; None without one."""
-    if not path.exists() or path.is_dir() == is_folder:
-        return None
-    aside = path.with_name(f"{path.stem}-replaced{path.suffix}")
-    os.replace(path, aside)
-    return aside
+def aside_of(path: Path) -> Path:
+    """Where a checkpoint of the other kind, file or folder, waits until the new one at `path` is complete."""
+    return path.with_name(f"{path.stem}-replaced{path.suffix}")

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -60,29 +59,21 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder that becomes `target` on leaving without an error; the first of several processes wins."""
-    new_parents = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
-    try:
-        with scratch_folder(target) as folder:
-            yield folder
-            for path in (*folder.iterdir(), folder):
-                fsync_path(path)
-            try:
-                os.rename(folder, target)
-            except OSError:
-                if not target.is_dir():
-                    raise
-            fsync_path(target.parent)
-    finally:
-        # After a failure the new parent folders are empty, and are removed too.
-        for parent in new_parents:
-            with suppress(OSError):
-                parent.rmdir()
+    with scratch_folder(target) as folder:
+        yield folder
+        for path in (*folder.iterdir(), folder):
+            fsync_path(path)
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        fsync_path(target.parent)
 
 
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` for this process, removed on leaving; first removes those of killed ones."""
-    remove_abandoned(target.parent)
+    """A temporary folder beside `target` for this process, removed on leaving."""
     with temporary_path(target) as folder:
         try:
             folder.mkdir()
@@ -134,10 +125,6 @@ def abandoned(folder: Path, name: str = "*") -> Iterator[Path]:
                     lock_path.unlink(missing_ok=True)
 
 
-# Errors of a file system without locks; filelock itself handles a missing call (ENOSYS).
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
-
-
 @contextmanager
 def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
     """An exclusive lock between processes, released when its process ends; yields whether it is held.
@@ -150,7 +137,7 @@ def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator
     except Timeout:
         is_held = False
     except OSError as error:
-        if not (optional and error.errno in NO_LOCKS):
+        if not (optional and error.errno in (errno.ENOLCK, errno.ENOTSUP)):
             raise
     try:
         yield is_held
@@ -160,24 +147,18 @@ def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator
 
 def require_regular(path: str | os.PathLike[str]) -> None:
     """Refuse to write a file to a path that is a folder, a link, a device or a FIFO, or that lies below a file."""
-    path = Path(path)
-    kinds = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"))
-    hint = "name a new file"
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        existing = next(parent for parent in path.absolute().parents if parent.exists())
-        if not existing.is_dir():
-            raise InputError(f"--output {path}", f"{existing} is not a folder", hint) from None
-        return
-    if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device or a socket")
-        raise InputError(f"--output {path}", f"is {kind}, not a file that this command may replace", hint)
+    path, hint = Path(path), "name a new file"
+    if path.is_dir():
+        raise InputError(f"--output {path}", "is a directory, not a file", hint)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"--output {path}", "is a link or a device, not a file that this command may replace", hint)
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise InputError(f"--output {path}", f"{existing} is not a folder", hint)
 
 
 # In every file that a command writes to `--output`, so that only such a file is replaced.
 GENERATOR = "written by the embeddings library"
-_MARKED_BYTES = 4096
 
 
 def require_own_output(path: str | os.PathLike[str], mark: str = GENERATOR) -> None:
@@ -185,23 +166,20 @@ def require_own_output(path: str | os.PathLike[str], mark: str = GENERATOR) -> N
     require_regular(path)
     if Path(path).exists():
         with open(path, "rb") as file:
-            start = file.read(_MARKED_BYTES)
+            start = file.read(4096)
         if start and mark.encode() not in start:
             what = "already exists, and this library did not write it"
             raise InputError(f"--output {path}", what, "name a new file, or remove this one")
 
 
-def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
-    """Check the free disk space at a path, which need not exist yet; `spare_bytes` will be replaced."""
+def check_disk_space(path: str | os.PathLike[str], num_bytes: int) -> None:
+    """Check the free disk space at a path, which need not exist yet."""
     paths = (Path(path), *Path(path).absolute().parents)
     usage = shutil.disk_usage(next(path for path in paths if path.exists()))
     # Some network file systems report a total of 0.
-    if usage.total and usage.free + spare_bytes < num_bytes:
-        raise OSError(errno.ENOSPC, disk_full_message(os.strerror(errno.ENOSPC), num_bytes, usage.free), str(path))
-
-
-def disk_full_message(reason: str, num_bytes: int, free_bytes: int) -> str:
-    return f"{reason}: {num_bytes:,} bytes are needed and {free_bytes:,} available"
+    if usage.total and usage.free < num_bytes:
+        what = f"{os.strerror(errno.ENOSPC)}: {num_bytes:,} bytes are needed and {usage.free:,} available"
+        raise OSError(errno.ENOSPC, what, str(path))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -230,12 +208,6 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise InputError(str(path), "is not a regular file", "write its content to a file, and name that file")
 
 
-def check_regular_files(folder: Path) -> None:
-    """`check_regular` for the files of a folder and of its folders, which libraries will open."""
-    for path in (*folder.glob("*"), *folder.glob("*/*")):
-        check_regular(path)
-
-
 def file_sha256(path: str | os.PathLike[str]) -> str:
     check_regular(path)
     with open(path, "rb") as file:
@@ -244,8 +216,12 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 def file_hash(path: str | os.PathLike[str]) -> str:
     """The xxh3-128 of a file's bytes, as 32 hex digits; read once a process while its size and times stay."""
+    return _file_hash(*_identity(path))
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     status = os.stat(path)
-    return _file_hash(os.path.abspath(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return os.path.abspath(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=1 << 16)
@@ -275,12 +251,10 @@ def check_file(path: str | os.PathLike[str], hint: str = _MAKE_AGAIN) -> None:
 
 def listed_files(folder: Path) -> Mapping[str, str]:
     """The hashes of files that the manifest of a folder lists, by name; empty without a manifest."""
-    path = folder / MANIFEST
     try:
-        status = os.stat(path)
+        return _listed_files(*_identity(folder / MANIFEST))
     except OSError:
         return {}
-    return _listed_files(os.path.abspath(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @lru_cache(maxsize=256)
@@ -353,10 +327,9 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
     check_regular(path)
     if not path.is_file():
         command = _COMMANDS.get(expected.get("kind", ""))
-        what = f", so `{command}` did not write this folder" if command else ""
-        if command and hint == _MAKE_AGAIN:
+        if command:
             hint = f"make it with {program()} {command}"
-        raise InputError(str(path), f"this output has no manifest{what}", hint)
+        raise InputError(str(path), "this output has no manifest", hint)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -413,19 +386,14 @@ def load_array(path: Path, hint: str, mapped: bool = False, is_checked: bool = F
         check_file(path, hint)
     try:
         loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except PermissionError:
-        raise
-    except MemoryError:
-        # A damaged header may state more than the file contains; mapping the file detects this.
-        if not mapped:
-            load_array(path, hint, mapped=True, is_checked=True)
+    except (PermissionError, MemoryError):
         raise
     # numpy evaluates the header as a Python literal, which may raise many kinds of errors.
     except Exception as error:
         raise damaged from error
-    is_array = isinstance(loaded, np.ndarray)
-    if is_array == (path.suffix == ".npz"):
-        if not is_array:
+    is_archive = not isinstance(loaded, np.ndarray)
+    if is_archive != (path.suffix == ".npz"):
+        if is_archive:
             loaded.close()
         raise damaged
     return loaded

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import planned_place
 from embeddings.common.errors import InputError, OptionError, UserError, run_checks
-from embeddings.common.io import check_manifest, check_regular_files
+from embeddings.common.io import check_manifest
 from embeddings.common.process import STOP_SIGNALS, block_signals, logger
 from embeddings.common.protocols import BatchNeeds, KeepsArguments, NeedsBatches, RunData, TextModule, TokenizedModule
 from embeddings.common.random import run_seed
@@ -310,7 +310,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     def _base_tokenizer(self, module: Any) -> PreTrainedTokenizerBase:
         """The tokenizer of the option, or else of the module."""
         if self.tokenizer is not None:
-            check_regular_files(Path(self.tokenizer))
             check_tokenizer_files(Path(self.tokenizer))
             try:
                 return load_tokenizer_files(self.tokenizer)

@@ -29,7 +29,6 @@ from embeddings.common.io import (
     check_file,
     check_file_manifest,
     check_regular,
-    check_regular_files,
     file_hash,
     file_sha256,
     listed_files,
@@ -134,7 +133,6 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if folder is not None and revision is not None:
         raise OptionError("revision", revision, f"cannot apply to {name}, which is not a Hub id", "leave it out")
     if folder is not None:
-        check_regular_files(folder)
         check_settings(folder)
         check_num_layers(read_json_or_empty(folder / "config.json"), str(folder / "config.json"))
         return folder

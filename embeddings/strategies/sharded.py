@@ -32,7 +32,7 @@ from embeddings.common import (
     Representations,
     TokenBatch,
 )
-from embeddings.common.checkpoint_file import Place, empty_on_cpu, moved_aside, plain, read_folder, write_folder
+from embeddings.common.checkpoint_file import Place, aside_of, empty_on_cpu, plain, read_folder, write_folder
 from embeddings.common.distributed import full_shape
 from embeddings.common.io import check_disk_space, file_hash
 from embeddings.strategies.ranks import TIMEOUT
@@ -111,12 +111,13 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         content = plain(checkpoint, separate, kinds=(Tensor, nn.Parameter, DTensor))
         check_disk_space(path, sum(tensor.numel() * tensor.itemsize for tensor in shards.values()))
         parts = path / self.broadcast(f"parts-{uuid4().hex}")
-        replaced = moved_aside(path, is_folder=True) if self.is_global_zero else None
+        if self.is_global_zero and path.is_file():
+            os.replace(path, aside_of(path))
         self.barrier()
         storage = HuggingFaceStorageWriter(str(parts), save_distributed=True)
         if not writer.asynchronous:
             save(shards, storage_writer=storage)
-            self._complete(path, parts, content, replaced)
+            self._complete(path, parts, content)
             return
         if self._writers is None:
             self._writers = dist.new_group(timeout=TIMEOUT, backend="gloo")
@@ -124,11 +125,11 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
 
         def complete() -> None:
             future.result()
-            self._complete(path, parts, content, replaced)
+            self._complete(path, parts, content)
 
         writer.start(complete)
 
-    def _complete(self, path: Path, parts: Path, content: Any, replaced: Path | None) -> None:
+    def _complete(self, path: Path, parts: Path, content: Any) -> None:
         """Hash the parts, and let rank 0 complete the folder."""
         mine = {file.name: file_hash(file) for file in sorted(parts.iterdir())[self.global_rank :: self.world_size]}
         hashes: list[Any] = [None] * self.world_size
@@ -137,7 +138,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         writer.written.add(os.path.abspath(path))
         if self.is_global_zero:
             all_hashes = {name: value for of_rank in hashes for name, value in of_rank.items()}
-            write_folder(path, parts, content, all_hashes, replaced)
+            write_folder(path, parts, content, all_hashes)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The content of a checkpoint; each rank reads its parts of a folder's sharded tensors."""

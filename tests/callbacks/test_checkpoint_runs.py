@@ -59,7 +59,7 @@ def test_all_content_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: py
     saved: list[Any] = []
 
     def write(content: Any, path: Any) -> None:
-        saved.append(copied(content, []))
+        saved.append(copied(content))
         write_checkpoint(content, path)
 
     monkeypatch.setattr(checkpoints, "write_checkpoint", write)
@@ -96,9 +96,7 @@ def test_a_full_disk_ends_the_run_with_code_74_and_the_previous_checkpoint_remai
         folder = tmp_path / str(step)
         folder.mkdir()
         assert exit_code(folder, checkpointed(folder, asynchronous)) == 74
-        line = error_line(capsys)
-        assert "last.ckpt: No space left on device: " in line
-        assert " bytes are needed and " in line
+        assert "last.ckpt: No space left on device" in error_line(capsys)
         (path,) = folder.rglob("*.ckpt")
         assert [name for name in os.listdir(path.parent) if name.startswith(".")] == []
         assert read_checkpoint(path)["global_step"] == step

@@ -116,7 +116,6 @@ def test_after_any_failure_only_a_complete_checkpoint_is_left(name, call, code, 
         with pytest.raises(OSError, match=r".") as failure:
             write(small(), path)
     assert (failure.value.errno, failure.value.filename) == (code, str(path))
-    assert ("bytes are needed and " in failure.value.strerror) is (code == errno.ENOSPC)
     assert read_checkpoint(path)["step"] == (3 if call == 2 else 1)
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
@@ -255,18 +254,13 @@ def test_content_that_is_not_plain_is_refused_with_its_path_and_nothing_is_writt
     assert os.listdir(tmp_path) == []
 
 
-def test_a_copy_is_independent_and_its_memory_is_reused():
-    weight, step, memory = torch.arange(6.0).view(2, 3).T, torch.tensor(1.0), []
+def test_a_copy_is_independent_and_tied_weights_stay_one_tensor():
+    weight, step = torch.arange(6.0).view(2, 3).T, torch.tensor(1.0)
     content = {"weight": weight, "tied": weight, "step": step}
-    found = copied(content, memory)
+    found = copied(content)
     weight.zero_()
     step.add_(1)
     assert found["weight"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert found["tied"] is found["weight"]
     assert float(found["step"]) == 1.0
-    again = copied(content, memory)
-    assert again["weight"].data_ptr() == found["weight"].data_ptr()
-    assert again["weight"].sum() == 0
-    for other in (torch.ones(3), torch.ones(3, 2, dtype=torch.float64)):
-        assert torch.equal(copied({"weight": other}, memory)["weight"], other)
     assert plain(content)["weight"].data_ptr() == weight.data_ptr()

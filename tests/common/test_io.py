@@ -102,15 +102,10 @@ def test_a_message_names_what_differs_between_hashes_and_mappings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("vectors", ", so `encode` did not write this folder; make it with python main.py encode$"),
-        ("clusters", ", so `cluster` did not write this folder; make it with python main.py cluster$"),
-        ("mined negatives", "; make the output again$"),
-    ],
+    ("kind", "hint"), [("vectors", "make it with python main.py encode"), ("mined", "make the output again")]
 )
-def test_a_folder_without_a_manifest_is_refused(kind, says, tmp_path):
-    with pytest.raises(InputError, match=f"this output has no manifest{says}"):
+def test_a_folder_without_a_manifest_is_refused(kind, hint, tmp_path):
+    with pytest.raises(InputError, match=f"this output has no manifest; {hint}$"):
         check_manifest(tmp_path, {"kind": kind})
 
 
@@ -136,14 +131,13 @@ def test_disk_space_is_checked_at_the_nearest_existing_folder(tmp_path, monkeypa
     asked = fake_disk(monkeypatch, free=100)
     path = tmp_path / "not" / "yet" / "there"
     check_disk_space(path, 100)
-    check_disk_space(path, 150, spare_bytes=50)
     with pytest.raises(OSError, match="No space left on device: 1,101 bytes are needed and 100 available") as failure:
-        check_disk_space(path, 1101, spare_bytes=1000)
+        check_disk_space(path, 1101)
     assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(path))
     monkeypatch.chdir(tmp_path)
     check_disk_space("folder/file", 1)
     check_disk_space(tmp_path, 1)
-    assert asked == [tmp_path] * 5
+    assert asked == [tmp_path] * 4
     fake_disk(monkeypatch, free=0, total=0)
     check_disk_space(path, 10**12)
 
@@ -152,12 +146,6 @@ def content():
     buffer = io.BytesIO()
     np.save(buffer, np.arange(6, dtype=np.float32).reshape(2, 3))
     return buffer.getvalue()
-
-
-def of_shape(shape):
-    """The same content under a header with another shape."""
-    spare = " " * (len(shape) - len("(2, 3)"))
-    return content().replace(f"(2, 3), }}{spare}".encode(), f"{shape}, }}".encode())
 
 
 def archive():
@@ -192,8 +180,6 @@ def test_an_array_is_loaded_or_mapped(tmp_path):
         content().replace(b"'<f4'", b"'<q9'"),
         content().replace(b"}", b" "),
         content().replace(b"(2, 3)", b"(-2,3)"),
-        of_shape("(10000000, 300)"),
-        of_shape("(9999999999, 9999)"),
         archive(),
     ],
 )
@@ -211,22 +197,6 @@ def test_a_missing_file_an_array_of_objects_and_another_format_are_refused(tmp_p
         with pytest.raises(InputError, match=rf"{name}: is missing, empty or damaged"):
             load_array(tmp_path / name, "x")
     assert not (tmp_path / "canary").exists()
-
-
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
-def test_an_error_that_the_file_did_not_cause_is_raised_unchanged(error, tmp_path, monkeypatch):
-    (tmp_path / "a.npy").write_bytes(content())
-    load = np.load
-
-    def fail(path, mmap_mode, **options):
-        if mmap_mode is None:
-            raise error
-        return load(path, mmap_mode, **options)
-
-    monkeypatch.setattr(np, "load", fail)
-    with pytest.raises(type(error)) as raised:
-        load_array(tmp_path / "a.npy", "x")
-    assert raised.value is error
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
@@ -361,26 +331,15 @@ def test_an_error_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_first_to_finish_wins(tmp_path):
-    with atomic_folder(tmp_path / "target") as slow:
-        (slow / "file").write_text("slow")
-        with atomic_folder(tmp_path / "target") as fast:
-            (fast / "file").write_text("fast")
-    assert (tmp_path / "target" / "file").read_text() == "fast"
-    assert os.listdir(tmp_path) == ["target"]
-
-
 def test_a_killed_writer_leaves_no_target_and_the_next_one_cleans_up(tmp_path):
     with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
-        with atomic_folder(tmp_path / "other"):
-            assert len(os.listdir(tmp_path)) == 4
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "target").exists()
     assert any(name.startswith(".target.") for name in os.listdir(tmp_path))
     with atomic_folder(tmp_path / "target") as folder:
         (folder / "file").write_text("whole")
-    assert sorted(os.listdir(tmp_path)) == ["other", "target"]
+    assert os.listdir(tmp_path) == ["target"]
 
 
 def test_a_scratch_folder_is_separate_and_removed_afterwards(tmp_path):

@@ -62,12 +62,6 @@ def adapters_alone(folder: Path) -> None:
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
 
 
-def piped(name: str) -> Callable[[Path], object]:
-    """Replaces a file in a folder by a named pipe without a writer."""
-    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
-
-
-PIPED = ("config.json", "modules.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json")
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
 CASES = {
@@ -89,7 +83,6 @@ CASES = {
             model(edited("config.json", num_hidden_layers=10**6)),
             "model/config.json: num_hidden_layers must be at most 2,000, got 1,000,000",
         ),
-        **{f"a named pipe as {name}": (model(piped(name)), f"model/{name}: is not a regular file") for name in PIPED},
         "adapters without their model": (
             model(adapters_alone),
             "model: contains only adapters, of the model 'gone'; merge them into it with peft's merge_and_unload",

@@ -269,7 +269,7 @@ CASES = {
     EVALUATE: {
         "a link in place of the scores": (
             both(copied("eval"), linked("scores.json")),
-            "scores.json: is a symbolic link",
+            "scores.json: is a link",
         )
     },
 }
