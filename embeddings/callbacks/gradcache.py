@@ -1,15 +1,17 @@
 """GradCache under Lightning's automatic optimisation."""
 
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 
 from embeddings.common import ContextualStep, OptionError, UserError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.process import logger, trim_malloc
 from embeddings.common.protocols import RunData, run_data
 from embeddings.training.gradcache import GradCache, GradCacheModule
-from embeddings.training.memory import free_memory_bytes
 from embeddings.training.strategy import training_strategy
 
 # Fraction of the memory that is free after the first step; the remainder is for longer texts and other uses.
@@ -108,3 +110,32 @@ class GradCacheCallback(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, GradCacheModule)
         pl_module.grad_cache = None
+
+
+def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that a process can still allocate beyond its peak so far; 0 if unknown.
+
+    On a CPU: the minimum of `MemAvailable` and the free memory of the process's cgroup (version 2).
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(0, free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+    available = re.search(r"^MemAvailable:\s+(\d+)", _text(root / "proc/meminfo"), re.MULTILINE)
+    limits = [1024 * int(available[1])] if available else []
+    own = re.search(r"^0::/(.*)", _text(root / "proc/self/cgroup"), re.MULTILINE)
+    groups = root / "sys/fs/cgroup"
+    # Inside a container the group itself is mounted as the root.
+    for folder in (groups / own[1], groups) if own else ():
+        limit, used = _text(folder / "memory.max").strip(), _text(folder / "memory.current").strip()
+        if limit.isdecimal() and used.isdecimal():
+            cached = re.search(r"^inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+            limits.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+            break
+    return max(0, min(limits, default=0))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 import torch
@@ -103,22 +103,17 @@ def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
 class Work:
     """The size of some batches."""
 
-    pairs: int = 0
-    tokens: int = 0
-    computed: int = 0
-    read: int = 0
-    squares: int = 0
-    context: int = 0
-    context_squares: int = 0
+    pairs: int = 0  # queries, or rows of a language model
+    tokens: int = 0  # of their texts and of context documents
+    computed: int = 0  # positions, including padding
+    read: int = 0  # positions of the texts without padding: tokens, context slots and soft prompts
+    squares: int = 0  # sum over texts of squared positions, for the cost of attention
+    context: int = 0  # tokens of context documents, the input of the first stage
+    context_squares: int = 0  # sum over context documents of squared tokens
 
     def add(self, other: "Work") -> None:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-@runtime_checkable
-class _ReadsAnotherBatch(Protocol):
-    read_batch: ContrastiveBatch
 
 
 class Throughput(L.Callback):
@@ -162,7 +157,7 @@ class Throughput(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: Any, batch_idx: int
     ) -> None:
         self._busy += time.perf_counter() - self._batch_start
-        read = pl_module.read_batch if isinstance(pl_module, _ReadsAnotherBatch) else batch
+        read = getattr(pl_module, "read_batch", batch)  # with the context that the module adds
         self._work.add(work_of(read, pl_module.grad_cache if isinstance(pl_module, GradCacheModule) else None))
         step = trainer.global_step
         if step == self._logged_step or step % self.every_n_steps:

@@ -153,10 +153,10 @@ class TextSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain types, for checkpoints and model directories."""
-        # Defaults are left out, so that hashes of models of earlier versions do not change.
-        later = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE, "default_prompt_name": None}
+        # Without these defaults, which are not part of the hash of a model.
+        omitted = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE, "default_prompt_name": None}
         values = {name: value for name, value in asdict(self).items() if name != "given"}
-        return {name: value for name, value in values.items() if name not in later or value != later[name]}
+        return {name: value for name, value in values.items() if name not in omitted or value != omitted[name]}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:

@@ -53,8 +53,7 @@ def test_a_pooling_rule_that_cannot_apply_is_refused(settings, says):
     assert f"data.text.pooling_rule {says}" in str(error.value)
 
 
-def test_fields_of_later_versions_are_omitted_if_they_are_the_default():
-    # The hash of a model includes these fields, and identifies the model of existing vectors.
+def test_defaults_that_are_not_part_of_a_models_hash_are_omitted():
     names = {"query_max_length", "document_max_length", "prompts", "append_eos", "pool_prompt", "suffix", "pool_start"}
     assert set(TextSettings().to_dict()) == names
     changed = TextSettings(

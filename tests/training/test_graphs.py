@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from embeddings.callbacks.gradcache import free_memory_bytes
 from embeddings.training.gradcache import GraphBudget, GraphMemory, attach_gradient, graph_leaves
-from embeddings.training.memory import free_memory_bytes
 
 
 def test_the_surrogate_has_the_value_and_passes_the_gradients() -> None:
@@ -109,11 +109,6 @@ def write_machine(root: Path, available_kib: int, files: dict[str, str]) -> Path
 
 
 GROUP_2 = {"memory.max": "5000\n", "memory.current": "3000\n", "memory.stat": "anon 5\ninactive_file 400\n"}
-GROUP_1 = {
-    "memory.limit_in_bytes": "5000\n",
-    "memory.usage_in_bytes": "3000\n",
-    "memory.stat": "total_inactive_file 9\n",
-}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +117,6 @@ GROUP_1 = {
         ("0::/job\n", "job", GROUP_2, 2400),
         ("0::/job\n", "", GROUP_2, 2400),  # seen from inside a container
         ("0::/job\n", "job", GROUP_2 | {"memory.max": "max\n"}, 10 * 1024),
-        ("4:memory:/a/b\n3:cpu:/\n", "memory/a/b", GROUP_1, 2009),
-        ("4:memory:/a/b\n", "memory/a/b", GROUP_1 | {"memory.limit_in_bytes": "9223372036854771712\n"}, 10 * 1024),
         ("", "", {}, 10 * 1024),
     ],
 )
