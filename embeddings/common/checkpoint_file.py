@@ -9,9 +9,8 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -82,27 +81,6 @@ def copied(content: Any) -> Any:
     return plain(content, copy)
 
 
-class _CheckedFile:
-    """A file for `torch.save` that hashes what is written."""
-
-    def __init__(self, file: BufferedWriter) -> None:
-        self._file, self._hash, self._last = file, xxhash.xxh3_128(), b""
-        self.flush = file.flush
-
-    def write(self, content: Any) -> int:
-        self._hash.update(self._last)
-        # The archive ends with the length of its comment, which `finish` sets.
-        self._last = bytes(content[-2:])
-        self._hash.update(content[:-2])
-        return self._file.write(content)
-
-    def finish(self) -> None:
-        length = _COMMENT_BYTES.to_bytes(2, "little")
-        self._hash.update(length)
-        self._file.seek(-2, os.SEEK_END)
-        self._file.write(length + MARK + self._hash.hexdigest().encode())
-
-
 def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint atomically: after a crash `path` has the old checkpoint or the complete new one.
 
@@ -121,10 +99,12 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
     aside = aside_of(path)
     try:
         with atomic_path(path) as temporary:
-            with open(temporary, "wb") as file:
-                checked = _CheckedFile(file)
-                torch.save(content, checked)  # type: ignore[arg-type]
-                checked.finish()
+            with open(temporary, "w+b") as file:
+                torch.save(content, file)
+                # The archive ends with the length of its comment.
+                file.seek(-2, os.SEEK_END)
+                file.write(_COMMENT_BYTES.to_bytes(2, "little"))
+                file.write(MARK + _checksum(file, file.tell()))
             if path.is_dir():  # a checkpoint of sharded weights
                 os.replace(path, aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -167,11 +147,12 @@ def _read(path: Path, device: str, is_checked: bool = True) -> dict[str, Any]:
 def _read_file(path: Path, device: str, is_checked: bool = True) -> dict[str, Any]:
     check_regular(path)
     with open(path, "rb") as file:
-        comment = _comment(file)
+        size = file.seek(0, os.SEEK_END) - _COMMENT_BYTES
+        file.seek(max(0, size))
+        comment = file.read()
         if not comment.startswith(MARK):
             raise InputError(str(path), "is not a complete checkpoint of this library", _HINT)
-        file.seek(0)
-        if is_checked and _checksum(file) != comment[len(MARK) :]:
+        if is_checked and _checksum(file, size) != comment[len(MARK) :]:
             raise InputError(str(path), "is damaged: its bytes are not those that were written", _HINT)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
@@ -185,21 +166,12 @@ def _read_file(path: Path, device: str, is_checked: bool = True) -> dict[str, An
     return content
 
 
-def _comment(file: BufferedReader) -> bytes:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _COMMENT_BYTES))
-    return file.read()
-
-
-def _checksum(file: BufferedReader) -> bytes:
-    checksum, left = xxhash.xxh3_128(), os.fstat(file.fileno()).st_size - _COMMENT_BYTES
-    buffer = memoryview(bytearray(2**20))
-    while left > 0:
-        num_bytes = file.readinto(buffer[: min(left, len(buffer))])
-        if not num_bytes:
-            break
-        checksum.update(buffer[:num_bytes])
-        left -= num_bytes
+def _checksum(file: BinaryIO, size: int) -> bytes:
+    """The checksum of the first bytes of a file, which stays at their end."""
+    checksum = xxhash.xxh3_128()
+    file.seek(0)
+    for start in range(0, size, 2**20):
+        checksum.update(file.read(min(size - start, 2**20)))
     return checksum.hexdigest().encode()
 
 

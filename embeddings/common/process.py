@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.abc import InspectLoader
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -121,12 +120,9 @@ def lazy_names(package: str) -> Callable[[str], Any]:
 
     @cache
     def modules() -> dict[str, str]:
-        spec = sys.modules[package].__spec__
-        assert spec is not None
-        assert isinstance(spec.loader, InspectLoader)
-        blocks = [node for node in ast.parse(spec.loader.get_source(package) or "").body if isinstance(node, ast.If)]
-        imports = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
-        return {alias.name: str(line.module) for line in imports for alias in line.names}
+        source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def getattribute(name: str) -> Any:
         if name not in modules():

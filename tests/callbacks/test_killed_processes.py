@@ -19,7 +19,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from embeddings.callbacks import DurableCheckpointIO, checkpoints
 from embeddings.cli.trainer import find_latest_checkpoint
-from embeddings.common.checkpoint_file import _CheckedFile, read_checkpoint
+from embeddings.common import checkpoint_file
+from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 from tests.helpers.processes import run_command
 from tests.helpers.runs import quiet_trainer
@@ -94,7 +95,7 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(is_early: bool, tmp_
 # Functions that a checkpoint calls in this order, and the number of calls before the one of the first checkpoint.
 STAGES: dict[str, tuple[Any, str, int]] = {
     "write": (torch, "save", 0),
-    "checksum": (_CheckedFile, "finish", 0),
+    "checksum": (checkpoint_file, "_checksum", 0),
     "sync": (os, "fsync", -1),
     "rename": (os, "replace", 0),
     "sync folder": (os, "fsync", 0),

@@ -1,6 +1,5 @@
 """Progress bars, sharded jobs of several tasks, jobs that write one file, and worker processes."""
 
-import atexit
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError, jobs
 from embeddings.common.errors import WorkerError
-from embeddings.common.io import file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
@@ -87,13 +86,6 @@ def test_a_terminal_gets_a_bar_after_two_seconds(clock, capsys, monkeypatch):
     assert re.findall(r"\d/4", written) == ["2/4", "3/4", "4/4", "4/4"]
 
 
-def test_every_bar_is_made_in_one_place():
-    found = [
-        path.name for path in (ROOT / "embeddings").rglob("*.py") if re.search(r"\btqdm\(", path.read_text("utf-8"))
-    ]
-    assert found == ["jobs.py"]
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -159,22 +151,6 @@ def test_the_first_process_sets_a_default_and_the_others_read_it(tmp_path):
     assert ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 8}).fields["budget"] == 64
     with pytest.raises(InputError, match="field 'seed'"):
         ShardedJob(tmp_path / "job", {**FIELDS, "seed": 4}, 1, defaults={"budget": 64})
-
-
-def test_the_lock_of_a_job_is_held_until_it_is_complete(tmp_path, monkeypatch):
-    job = ShardedJob(tmp_path, FIELDS, 1)
-    job.run(write_letter)
-    written, write = [], jobs.write_manifest
-
-    def noted(folder, fields):
-        with file_lock(tmp_path / ".lock", wait=False) as held:
-            written.append((fields["complete"], held))
-        write(folder, fields)
-
-    monkeypatch.setattr(jobs, "write_manifest", noted)
-    assert job.finish()
-    assert written == [(True, False)]
-    assert not (tmp_path / ".lock").exists()
 
 
 def test_tasks_in_any_order_write_the_same_bytes_as_one_process(tmp_path):
@@ -392,19 +368,6 @@ def test_a_failed_process_ends_the_work_with_its_error(bad, kind, says, tmp_path
 def test_large_items_and_results_do_not_block_each_other(tmp_path):
     items = [bytes(3_000_000)] * 6
     assert sum(map(len, spread({"one": _make_echo}, items))) == 18_000_000
-
-
-def _make_signalled():
-    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
-    return _make_echo()
-
-
-def test_a_second_signal_does_not_interrupt_the_exit_of_a_worker(capfd):
-    """The first one ends the worker; its parent's end of the connection, which closes meanwhile, sends another."""
-    results = spread({"one": _make_signalled}, ["first", "second"])
-    next(results)
-    results.close()
-    assert capfd.readouterr().err == ""
 
 
 def _make_echo():

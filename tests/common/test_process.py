@@ -144,12 +144,6 @@ def test_freed_memory_is_reused() -> None:
     assert faults("False")[1] >= 20 * 20480
 
 
-@pytest.mark.slow
-def test_the_environment_takes_precedence() -> None:
-    assert not faults("tune_malloc()", MALLOC_ARENA_MAX="2")[0]
-    assert not faults("tune_malloc()", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0]
-
-
 def test_advice_of_libraries_is_suppressed(capsys):
     """DeepSpeed's logger writes to standard output as soon as any module loads transformers, also outside `main`."""
     deepspeed, known = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)
