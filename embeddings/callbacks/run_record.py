@@ -221,17 +221,13 @@ class RunLogger(CSVLogger):
     """
 
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
+        if resumed is not None:
+            options |= {"save_dir": str(resumed.folder.parent), "name": "", "version": resumed.folder.name}
         super().__init__(**options)
         self.resumed = resumed
         # Loggers that write into the same folder and get its version from this logger.
         self.followers: list[TensorBoardLogger] = []
         self._lock: ExitStack | None = None
-        if resumed is not None:
-            parent = resumed.folder.parent
-            if not (os.path.isdir(self.root_dir) and os.path.samefile(self.root_dir, parent)):
-                self._save_dir = self._root_dir = str(parent)
-                self._name = ""
-            self._version = resumed.folder.name
 
     def hold(self) -> None:
         """Lock the folder on the first process; raises a `UserError` if another process writes to it."""

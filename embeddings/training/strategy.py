@@ -21,24 +21,15 @@ class TrainingStrategy:
     """Properties of a strategy beyond Lightning's interface. The defaults fit one device and DDP.
 
     A strategy of this library inherits from it and from Lightning's class; for others see `training_strategy`.
-
-    Attributes:
-        is_sharded: Whether no rank has all weights (FSDP2, ZeRO-3), so that every rank must run each forward.
-        single_file_checkpoints: Whether rank 0 writes a checkpoint as one file with full tensors.
-        checks_gradients: Whether the strategy's optimiser step raises an error if a gradient is NaN or infinite.
-        keeps_float32_weights: Whether weights in half precision have a float32 copy that the optimiser updates.
-        supports_gradcache: Whether `gradcache_step` computes the correct gradient.
-        supports_context_stage: Whether it is also correct for a `ContextualStep`.
-        equal_mini_batches: Whether every backward averages gradients, so that GradCache must run the same number of
-            mini-batches on all ranks.
     """
 
-    is_sharded: bool = False
-    single_file_checkpoints: bool = True
-    checks_gradients: bool = False
-    keeps_float32_weights: bool = False
-    supports_gradcache: bool = True
-    supports_context_stage: bool = True
+    is_sharded: bool = False  # whether no rank has all weights, so that every rank must run each forward
+    single_file_checkpoints: bool = True  # whether rank 0 writes a checkpoint as one file with full tensors
+    checks_gradients: bool = False  # whether its optimiser step raises an error if a gradient is NaN or infinite
+    keeps_float32_weights: bool = False  # whether weights in half precision have a float32 copy that is updated
+    supports_gradcache: bool = True  # whether `gradcache_step` computes the correct gradient
+    supports_context_stage: bool = True  # whether it is also correct for a `ContextualStep`
+    # Whether every backward averages gradients, so that all ranks must run the same number of mini-batches.
     equal_mini_batches: bool = False
 
     def full_weights(self) -> AbstractContextManager[None]:

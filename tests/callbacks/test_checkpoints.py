@@ -18,7 +18,6 @@ from torch import nn
 
 from embeddings.callbacks import checkpoints
 from embeddings.callbacks.checkpoints import DurableCheckpointIO, load_best, make_checkpoints_durable
-from embeddings.callbacks.run_record import write_none_on_exception
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint, write_checkpoint
 from embeddings.strategies import FSDP2Strategy
@@ -243,27 +242,3 @@ def test_without_a_best_checkpoint_the_last_weights_remain() -> None:
         assert load_best(stub(monitored(path)), module) == 7
     assert load_best(stub(), module) == 7
     assert torch.equal(module.layer.weight, before)
-
-
-class Refuses(L.Callback):
-    """Raises an error at the second step; `silent` prevents the checkpoint at this exception."""
-
-    def __init__(self, silent: bool) -> None:
-        self.silent = silent
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_step == 2:
-            raise ArithmeticError
-
-    def on_exception(self, trainer: L.Trainer, *_: object) -> None:
-        if self.silent:
-            write_none_on_exception(trainer)
-
-
-@pytest.mark.parametrize("silent", [False, True])
-def test_a_callback_can_prevent_checkpoints_at_an_exception(silent: bool, tmp_path: Path) -> None:
-    kept = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
-    run = trainer(callbacks=[kept, Refuses(silent)], max_steps=4, limit_val_batches=0)
-    with pytest.raises(ArithmeticError):
-        run.fit(BoringModel())
-    assert [path.name for path in tmp_path.iterdir()] == ([] if silent else ["step=2.ckpt"])

@@ -105,17 +105,6 @@ def test_parameter_counts_are_one_line_unless_the_config_has_a_summary(is_named,
         assert line[0] == line[1]
 
 
-def test_other_ranks_show_nothing(tmp_path, capsys):
-    bar = StepProgress(every_seconds=0)
-    bar.disable()
-    trainer = run(tmp_path, callbacks=[], max_steps=2).trainer
-    capsys.readouterr()
-    bar.setup(trainer, trainer.lightning_module, "fit")
-    bar.on_train_start(trainer, trainer.lightning_module)
-    bar.on_train_end(trainer, trainer.lightning_module)
-    assert capsys.readouterr().err == ""
-
-
 def test_the_work_of_a_contrastive_batch_is_counted():
     batch = random_batch(6, 2)
     lengths = [batch.query.lengths_N.tolist(), batch.candidate.lengths_N.tolist()]

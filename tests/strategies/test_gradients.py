@@ -4,13 +4,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 
 from embeddings.callbacks.progress import Work, flops
 from embeddings.models import backbone
@@ -43,21 +40,6 @@ CASES += [("mgh", "zero 2", False), ("cde, words", "fsdp2", False), ("language m
 SLOW = [case for case in ALL if case not in CASES]
 
 
-def own_gradient_only(value: Tensor) -> Tensor:
-    """The sum over ranks, with a gradient that is not summed."""
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total + (value - value.detach()) if value.is_floating_point() else total
-
-
-def own_sums_only(value: Tensor) -> Tensor:
-    """No sum over ranks."""
-    return value
-
-
-MUTANTS = {"own gradient": own_gradient_only, "own sums": own_sums_only}
-
-
 def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict[Any, Any]:
     be_launched(rank)
     makers, states = methods(folder), {}
@@ -79,21 +61,18 @@ class Counts(L.Callback):
 COUNTED = ("fsdp2", "zero 3")
 
 
-def updates_counts_and_mutants(folder: Path, rank: int) -> dict[Any, Any]:
+def updates_and_counts(folder: Path, rank: int) -> dict[Any, Any]:
     results, make = updates(folder, CASES, rank), methods(folder)["moe"]
     for name in COUNTED:
         counts = Counts()
         train(make, batches("moe", rank), STRATEGIES[name](), 2, 1, callbacks=[counts])
         results["operations", name] = counts.flops
-    for name, mutant in MUTANTS.items():
-        with patch("embeddings.modules.moe_embed.sum_over_ranks", mutant):
-            results[name] = one_update(make, batches("moe", rank), DDPStrategy(), 2, cached=False)
     return results
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[Any, Any]]:
-    return run_on_two_ranks(partial(updates_counts_and_mutants, folder))
+    return run_on_two_ranks(partial(updates_and_counts, folder))
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +100,6 @@ def test_two_ranks_have_the_gradient_of_one_process_with_both_batches(
     start, after = expected[method]
     for of_rank in request.getfixturevalue("results" if is_quick else "slow_results"):
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_balancing_loss_per_rank_changes_the_gradient(
-    mutant: str, results: list[dict[Any, Any]], expected: dict[str, Any]
-) -> None:
-    start, after = expected["moe"]
-    assert min(relative_error(of_rank[mutant], after, start) for of_rank in results) > 1e-4
 
 
 def test_operations_of_a_sharded_model_are_counted_in_full(folder: Path, results: list[dict[Any, Any]]) -> None:
