@@ -9,8 +9,9 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 import xxhash
@@ -117,31 +118,25 @@ def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> N
         raise cause from None
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a checkpoint file or folder, its tensors in main memory; every byte is checked."""
-    return _read(Path(path), "cpu")
-
-
-def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with tensors that have no data, every byte checked."""
-    return _read(Path(path), "meta")
-
-
-def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with tensors that have no data; neither are those read, nor is the checksum compared."""
-    return _read(Path(path), "meta", is_checked=False)
-
-
 _HINT = "use a complete .ckpt file that `fit` wrote"
 
 
-def _read(path: Path, device: str, is_checked: bool = True) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], device: Literal["cpu", "meta"] = "cpu", is_checked: bool = True
+) -> dict[str, Any]:
+    """The content of a checkpoint file or folder, every byte checked; on `meta` its tensors have no data."""
+    path = Path(path)
     if not path.is_dir():
         return _read_file(path, device, is_checked)
     folder = read_folder(path, device)
     if is_checked:
         folder.check()
     return folder.content if device == "meta" else folder.load(empty_on_cpu, is_alone=True)
+
+
+inspect_checkpoint = partial(read_checkpoint, device="meta")
+# Does not read tensors at all.
+peek_checkpoint = partial(read_checkpoint, device="meta", is_checked=False)
 
 
 def _read_file(path: Path, device: str, is_checked: bool = True) -> dict[str, Any]:

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from embeddings.callbacks import checkpoints, preemption
+from embeddings.callbacks import preemption
 from embeddings.callbacks.checkpoints import check_checkpoint_room, checkpoint_bytes
 from embeddings.cli.main import main
-from embeddings.common.checkpoint_file import copied, read_checkpoint, write_checkpoint
+from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.modules.checkpoint import configured_module
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
 from tests.helpers.checkpoints import save
 from tests.helpers.disks import fake_disk
 from tests.helpers.runs import component, fit, quiet_trainer, run_config, write_config
-from tests.reliability.kills import differences
 
 ASYNCHRONOUS = component("embeddings.callbacks.DurableCheckpointIO", asynchronous=True)
 
@@ -46,35 +45,6 @@ def exit_code(folder: Path, config: dict[str, Any], *words: str) -> int:
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
-
-
-class Averages(Callback):
-    """A callback with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loss": float("inf"), "shadow": (torch.zeros(2, 3, dtype=torch.bfloat16).T, None)}
-
-
-def test_all_content_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[Any] = []
-
-    def write(content: Any, path: Any) -> None:
-        saved.append(copied(content))
-        write_checkpoint(content, path)
-
-    monkeypatch.setattr(checkpoints, "write_checkpoint", write)
-    config = checkpointed(tmp_path, monitor="train/loss", save_top_k=2)
-    names = ("LearningRateMonitor", "RunHealth", "Throughput", "tests.callbacks.test_checkpoint_runs.Averages")
-    config["trainer"]["callbacks"] += [
-        component("EarlyStopping", monitor="train/loss", patience=9, mode="max"),
-        *map(component, names),
-    ]
-    cli = fit(tmp_path, config)
-    found = read_checkpoint(next(Path(cli.trainer.log_dir).rglob("last.ckpt")))
-    assert differences(found, saved[-1]) == []
-    assert len(found["optimizer_states"][0]["state"]) > 20
-    assert {name.partition("{")[0] for name in found["callbacks"]} >= {"Averages", "EarlyStopping", "ModelCheckpoint"}
-    assert {"text_settings", "run_config", "EmbeddingDataModule"} <= found.keys()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -10,9 +10,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
+from embeddings.callbacks import DurableCheckpointIO, Preemption
 from embeddings.cli.main import main
 from embeddings.common import PreemptedError
 from embeddings.common.process import STOP_SIGNALS, stop_request
@@ -185,17 +184,6 @@ def test_the_checkpoint_folder_may_be_remote(tmp_path: Path, capsys: pytest.Capt
     assert get_filesystem(remote).exists(f"{remote}/last.ckpt")
 
 
-def test_a_signal_to_another_rank_stops_this_one_and_the_first_rank_reports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The ranks agree on the largest signal number; here another rank receives a signal in the second step."""
-    others = iter([0, 0, USR1])
-    monkeypatch.setattr(preemption, "reduce_int", lambda own, operation, device: max(own, next(others)))
-    assert main(fit_words(tmp_path, preempted_config(tmp_path))) == 75
-    assert steps(tmp_path) == [1, 2]
-    assert "SIGUSR1: stopped after step 2" in capsys.readouterr().err
-
-
 def test_a_run_whose_checkpoint_cannot_be_written_is_not_requeued(
     tmp_path: Path, requeued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,21 +268,6 @@ def test_a_strategy_that_starts_ranks_with_multiprocessing_is_refused(
     config["trainer"] |= {"devices": 2, "strategy": "ddp_spawn"}
     words = ["fit", "--config", write_config(tmp_path, config)]
     assert_refused(capsys, tmp_path, "trainer.strategy must start each rank as a separate command", main, words)
-
-
-def test_lightnings_handlers_are_neither_installed_nor_called(
-    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    handlers = ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn", "_sigterm_handler_fn")
-    for name in ("register_signal_handlers", *handlers):
-        monkeypatch.setattr(_SignalConnector, name, lambda *_, name=name: done.append(name))
-    for name, value in (SLURM | SRUN).items():
-        monkeypatch.setenv(name, value)
-    config, log = preempted_config(tmp_path), scontrol()
-    stopped = signalled(config, step=1, numbers=[TERM, USR1], at="on_train_batch_start")
-    assert main(fit_words(tmp_path, stopped)) == 75
-    assert (done, log.read_text()) == ([], "requeue 77\n")
 
 
 def test_without_the_command_line_the_callback_installs_and_restores_the_handlers() -> None:

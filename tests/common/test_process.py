@@ -108,42 +108,6 @@ def test_every_public_name_of_a_lazy_package_can_be_loaded(package):
     assert all(getattr(importlib.import_module(package), name) is not None for name in names)
 
 
-FAULTS = """
-import resource, torch
-from embeddings.common.process import tune_malloc
-print({call})
-for _ in range(10):
-    torch.ones(10, 2**20).neg().sum()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    torch.ones(10, 2**20).neg().sum()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def faults(call: str, **environment: str) -> tuple[bool, int]:
-    """The call's result, and page faults of 20 rounds that allocate and free two tensors of 40 MiB (20,480 pages)."""
-    variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
-    }
-    code = FAULTS.format(call=call)
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**variables, **environment}, capture_output=True, text=True, check=True
-    )
-    result, count = run.stdout.split()
-    return result == "True", int(count)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_freed_memory_is_reused() -> None:
-    is_tuned, few = faults("tune_malloc()")
-    assert is_tuned
-    # At most three times the pages of a round: malloc may need some rounds to find space for both tensors.
-    assert few < 3 * 20480
-    assert faults("False")[1] >= 20 * 20480
-
-
 def test_advice_of_libraries_is_suppressed(capsys):
     """DeepSpeed's logger writes to standard output as soon as any module loads transformers, also outside `main`."""
     deepspeed, known = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)

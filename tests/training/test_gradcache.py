@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch, types
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
-from embeddings.training import GradCache, gradcache
+from embeddings.training import GradCache
 from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, GraphMemory, tokens_of
 from tests.helpers.contrastive import (
     Record,
@@ -140,23 +140,6 @@ def test_gradients_equal_the_plain_step_with_each_mask_switched_off(switches: tu
         assert relative_error(gradient, plain) <= 1e-12
         gradients.append(plain)
     assert relative_error(*gradients) > 1e-3
-
-
-@pytest.mark.parametrize("texts", [1, 2, 100])
-def test_copies_to_a_device_do_not_depend_on_the_number_of_mini_batches(
-    texts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch, lengths = random_batch(6, 1), []
-
-    def moved(tensor: Tensor, device: torch.device) -> Tensor:
-        lengths.append(len(tensor))
-        return tensor
-
-    for module in (gradcache, types):
-        monkeypatch.setattr(module, "moved", moved)
-    GradCache(mini_batch_tokens=10_000, mini_batch_texts=texts).step(TinyStep(tiny_bert()), batch)
-    # For each tower: the lengths of its texts, their order for the tokens and their order for the vectors.
-    assert lengths == [6, 6, 6, 12, 12, 12]
 
 
 # Options of GradCache with which dropout must be replayed.
