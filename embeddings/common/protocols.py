@@ -140,7 +140,7 @@ class ChecksRun(Protocol):
         ...
 
 
-# Values and defaults that a config contains as they are.
+# Values that a config contains as they are.
 _PLAIN = (type(None), bool, int, float, str)
 # Packages whose objects store their arguments as attributes.
 _OPEN = ("embeddings.", "lightning.", "pytorch_lightning.")
@@ -201,7 +201,7 @@ def as_config(value: Any) -> Any:
 def _component(
     kind: type, args: Sequence[Any], kwargs: Mapping[str, Any], with_defaults: bool = False
 ) -> dict[str, Any]:
-    """A class and its arguments, with its plain defaults on request."""
+    """A class and its arguments, on request with its defaults except functions."""
     signature = inspect.signature(kind)
     bound = signature.bind_partial(*args, **kwargs)
     given = set(bound.arguments)
@@ -211,7 +211,7 @@ def _component(
     for name, item in bound.arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= item
-        elif name in given or isinstance(item, (*_PLAIN, list, tuple)):
+        elif name in given or isinstance(item, str) or not isinstance(as_config(item), str):
             arguments[name] = item
     config: dict[str, Any] = {"class_path": _path(kind)}
     return config | ({"init_args": as_config(arguments)} if arguments else {})

@@ -69,4 +69,4 @@ def test_the_same_command_replaces_its_own_output(command, model, tmp_path):
 
 
 def test_a_device_is_refused():
-    refused(InputError, "--output /dev/null: is a device or a socket, not a file", require_own_output, "/dev/null")
+    refused(InputError, "--output /dev/null: is a link or a device, not a file", require_own_output, "/dev/null")
