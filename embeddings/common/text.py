@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from embeddings.common.errors import InputError, OptionError
 
@@ -157,10 +157,6 @@ class TextSettings:
         omitted = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE, "default_prompt_name": None}
         values = {name: value for name, value in asdict(self).items() if name != "given"}
         return {name: value for name, value in values.items() if name not in omitted or value != omitted[name]}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(**fields)
 
 
 def canonical(text: str) -> str:

@@ -340,7 +340,7 @@ def _read_text(
         if prompts and not include_prompt and not _splits_after(prompts.values(), tokenizer):
             settings["pooling_rule"] = "prompt_length"
     try:
-        text = TextSettings.from_dict(settings)
+        text = TextSettings(**settings)
     except (TypeError, OptionError) as error:
         raise InputError(str(path), str(error), _EXPORT_AGAIN) from error
     limit, lengths = num_positions(model), {name: getattr(text, name) for name in LENGTHS}

@@ -563,7 +563,7 @@ class ContrastiveModule(BaseModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if "text_settings" in checkpoint:
-            self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
+            self.embedder.text = TextSettings(**checkpoint["text_settings"])
 
     def _backward_scale(self) -> float:
         """The factor that Lightning applies to the returned loss; GradCache's own backward passes need it too."""

@@ -16,7 +16,7 @@ def test_a_template_must_contain_the_instruction_once():
 def test_settings_that_are_not_set_are_those_of_the_model():
     plain, imported = TextSettings(), TextSettings(pooling_rule="after_colon", append_eos=True, prompts={"query": "q"})
     assert "pooling_rule" not in plain.to_dict()
-    assert TextSettings.from_dict(imported.to_dict()) == imported
+    assert TextSettings(**imported.to_dict()) == imported
     assert (plain.following(imported), plain.following(plain)) == (imported, plain)
     own = TextSettings(pooling_rule="exact", append_eos=False, prompts={"sts": "s"}, query_max_length=512)
     assert own.given == {"pooling_rule", "append_eos", "prompts", "query_max_length"}
@@ -58,7 +58,7 @@ def test_defaults_that_are_not_part_of_a_models_hash_are_omitted():
     )
     assert (changed.max_length("query"), changed.max_length("document")) == (8, 16)
     assert set(changed.to_dict()) == names | {"pooling_rule", "instruction_template"}
-    assert TextSettings.from_dict(changed.to_dict()) == changed
+    assert TextSettings(**changed.to_dict()) == changed
 
 
 def test_a_prompt_is_chosen_by_name_or_by_role():
