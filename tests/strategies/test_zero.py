@@ -1,24 +1,20 @@
-"""ZeRO: unsupported combinations, infinite gradients and the optimiser state; other tests cover all strategies."""
+"""ZeRO: unsupported combinations and infinite gradients; other tests cover all strategies."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import NumericError, UserError
-from embeddings.strategies.sharded import full_optimizer_state, set_full_optimizer_state
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import component, quiet_trainer, run_config, write_config
@@ -104,57 +100,3 @@ def test_the_command_exits_with_70_and_writes_the_rows(tmp_path: Path) -> None:
         (path,) = tmp_path.rglob(f"numeric-error-rank-{rank}.json")
         (batch,) = json.loads(path.read_text())["batches"]
         assert (batch["batch"], len(batch["rows"]["pairs"])) == (1, 8)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def parameters() -> list[list[nn.Parameter]]:
-    """Two groups: two matrices, and a vector."""
-    return [[nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1, 2))], [nn.Parameter(torch.zeros(4))]]
-
-
-def flat(groups: list[list[nn.Parameter]]) -> Any:
-    """A stand-in for DeepSpeed's optimiser with one flat partition per group."""
-    partitions = [torch.zeros(sum(parameter.numel() for parameter in group)) for group in groups]
-    for partition, group in zip(partitions, groups, strict=True):
-        start = 0
-        for parameter in group:
-            size = parameter.numel()
-            mapping = SimpleNamespace(
-                get_hp_fragment=lambda partition=partition: partition,
-                hp_fragment_address=SimpleNamespace(start=start, numel=size),
-                lp_fragment_address=SimpleNamespace(start=0, numel=size),
-            )
-            parameter._hp_mapping = mapping  # type: ignore[attr-defined]
-            start += size
-    inner = torch.optim.AdamW([{"params": [partitions[0]]}, {"params": [partitions[1]], "weight_decay": 0.0}], lr=0.1)
-    return SimpleNamespace(optimizer=inner, param_groups=inner.param_groups, single_partition_of_fp32_groups=partitions)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_optimiser_state_has_the_plain_format_and_can_be_loaded() -> None:
-    groups = parameters()
-    plain = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.1)
-    for number, parameter in enumerate(parameter for group in groups for parameter in group):
-        parameter.grad = torch.arange(float(parameter.numel())).view_as(parameter) + number
-    plain.step()
-    expected = plain.state_dict()
-    zero = flat(groups)
-    set_full_optimizer_state(zero, groups, expected)
-    state = full_optimizer_state(zero, groups, keep=True)
-    assert state["param_groups"] == expected["param_groups"]
-    for index, values in expected["state"].items():
-        assert state["state"][index].keys() == values.keys()
-        assert all(torch.equal(state["state"][index][name], value) for name, value in values.items())
-    assert full_optimizer_state(zero, groups, keep=False)["state"][0]["exp_avg"] is None
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_an_optimiser_without_a_step_has_no_state() -> None:
-    groups = parameters()
-    assert full_optimizer_state(flat(groups), groups, keep=True)["state"] == {}
