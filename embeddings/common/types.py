@@ -37,7 +37,7 @@ class PaddedTokens(NamedTuple):
 
 
 class _Movable:
-    """A dataclass whose tensors move together, except the fields in `_ON_CPU`; Lightning cannot traverse frozen ones."""
+    """A dataclass whose tensors move together, except those in `_ON_CPU`; Lightning cannot traverse frozen ones."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
