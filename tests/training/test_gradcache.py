@@ -3,7 +3,6 @@
 In a step of two stages, which has a context, both encoders get the plain step's gradient.
 """
 
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.helpers.contrastive import (
     batch_of,
     gradient_vector,
     random_batch,
-    random_records,
     relative_error,
     with_context,
 )
@@ -126,20 +124,6 @@ def test_gradients_equal_the_plain_step(
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert len(errors(step, gradient, plain)) == stages
     assert max(errors(step, gradient, plain)) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("switches", [(False, True), (True, False), (False, False)])
-def test_gradients_equal_the_plain_step_with_each_mask_switched_off(switches: tuple[bool, bool]) -> None:
-    records = [replace(record, source=0, label=row % 2) for row, record in enumerate(random_records(6, 1))]
-    batch, by_text, by_class = batch_of(records), *switches
-    gradients = []
-    for options in ({}, {"mask_same_text": by_text, "mask_same_class": by_class}):
-        step = TinyStep(tiny_bert().double(), InfoNCE(temperature=0.05, in_batch_negatives="on", **options))
-        _, plain = plain_gradient(step, batch)
-        _, gradient = cached_gradient(step, batch, GradCache(mini_batch_tokens=30))
-        assert relative_error(gradient, plain) <= 1e-12
-        gradients.append(plain)
-    assert relative_error(*gradients) > 1e-3
 
 
 # Options of GradCache with which dropout must be replayed.
