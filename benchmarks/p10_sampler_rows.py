@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import RandomSampler
 
 from benchmarks.harness import compare, options, peak_growth_bytes, record
-from embeddings.data.samplers import BlendedBatchSampler
+from embeddings.data import BlendedBatchSampler
 
 BATCH_SIZE, NUM_TIMED = 16_384, 20
 

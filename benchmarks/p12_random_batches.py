@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from benchmarks.harness import Ratio, compare, options, record
+from embeddings.common.random import KeyedPermutation
 from embeddings.data.datamodule import start_worker
-from embeddings.data.samplers import KeyedPermutation
 from embeddings.data.store import ROWS_FILE, StoredRow, Table, write_table
 
 NUM_ROWS, BATCH_SIZE, NUM_BATCHES = 10_000_000, 1024, 64

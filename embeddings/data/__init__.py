@@ -8,10 +8,9 @@ if TYPE_CHECKING:
     from embeddings.data.datamodule import EmbeddingDataModule, ResumableLoader
     from embeddings.data.dataset import Mixture, SourceDataset, open_source, source_from_rows
     from embeddings.data.records import Example, Negative, Record, parse_record
-    from embeddings.data.samplers.base import BatchSampler, BlendedBatchSampler, PlanEntry
+    from embeddings.data.samplers.base import BatchSampler, BlendedBatchSampler, HomogeneousBatchSampler, PlanEntry
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.samplers.curriculum import CurriculumBatchSampler
-    from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler
     from embeddings.data.sources import SourceConfig
     from embeddings.data.text_datamodule import TextDataModule, TextSource
     from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -50,9 +49,6 @@ from embeddings.data.samplers.base import (
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.sources import Origin, SourceConfig, check_files, check_names, fill_path
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
-
-# More are nearly always a typing error: each worker is a process with all libraries loaded.
-MAX_WORKERS = 1024
 
 
 class PlannedRows(Protocol):
@@ -95,10 +91,9 @@ class ShieldedLoader(DataLoader[Any]):
 class ResumableLoader(ShieldedLoader):
     """A `DataLoader` whose state is the epoch and the number of batches delivered in it.
 
-    Workers run ahead of training, so a batch counts when it is delivered. Iterating again after the end of an epoch
-    continues with the next epoch. Iteration starts at the first `next`, so a state may be loaded after `iter`.
-
-    The batches and the state are the same for any number of workers and on every rank.
+    Workers run ahead of training, so a batch counts when it is delivered: batches and state are the same for any number
+    of workers. Iterating again after the end of an epoch continues with the next epoch. Iteration starts at the first
+    `next`, so a state may be loaded after `iter`.
 
     Args:
         dataset: Rows by entries of the plan.
@@ -109,7 +104,6 @@ class ResumableLoader(ShieldedLoader):
 
     Attributes:
         in_flight: Returns the number of delivered batches that have not been trained on.
-        tries_batch_sizes: Whether a state at the start of a run may come from another plan (batch size search).
     """
 
     batch_sampler: BatchSampler
@@ -133,7 +127,6 @@ class ResumableLoader(ShieldedLoader):
             **options,
         )
         self.in_flight: Callable[[], int] = int
-        self.tries_batch_sizes = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The remaining batches of this epoch, or of the next epoch if none remain; raises errors of the workers."""
@@ -158,7 +151,8 @@ class ResumableLoader(ShieldedLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; raises `OptionError` that names the first field in which the plans differ."""
-        if not self.tries_batch_sizes or state["epoch"] or state["delivered"]:
+        # A batch size search restores the start of the run under other plans.
+        if state["epoch"] or state["delivered"]:
             self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])
 
@@ -166,8 +160,8 @@ class ResumableLoader(ShieldedLoader):
 class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     """Base class of the data modules: batches drawn by a plan, made in workers, resumed exactly."""
 
-    # The checkpoint stores the position in the plan twice: Lightning also saves the state of the loader, but ignores it
-    # if the loader was created before the checkpoint was read (a schedule that needs the number of steps does this).
+    # Lightning also saves the state of the loader, but ignores it if the loader was created before the checkpoint was
+    # read (a schedule that needs the number of steps does this).
 
     def __init__(
         self,
@@ -185,9 +179,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         check_names([source.name for source in sources])
         check_minimum("batch_size", batch_size, 1)
         check_minimum("num_workers", num_workers, 0)
-        if num_workers > MAX_WORKERS:
-            rule = f"must be <= {MAX_WORKERS}: each is a process"
-            raise OptionError("data.num_workers", num_workers, rule, "0 to 8 are usual")
         self._planned_sources = sources
         self.batch_size, self.sampler, self.num_workers = batch_size, sampler, num_workers
         self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
@@ -206,16 +197,13 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches per rank in an epoch of the plan."""
         return len(self._plan())
 
     @property
     def source_rows(self) -> dict[str, int]:
-        """The number of rows of each source, by name; call `setup` first."""
         return dict(zip((source.name for source in self._planned_sources), self.sizes, strict=True))
 
     def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
-        """Rows of the mixture as row indices (from 0) within their sources, by source name."""
         starts = [0, *accumulate(self.sizes)]
         rows_of: dict[str, list[int]] = {}
         for row in rows:
@@ -231,7 +219,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return {} if self._loader is None else {"loader": self._loader.state_dict()}
 
     def expect_state(self, state_dict: dict[str, Any]) -> None:
-        """Set the state to resume from; `prepare_data` refuses a different plan before the run folder is created."""
         if "loader" in state_dict:
             self._expected_plan = state_dict["loader"]["plan"]
 
@@ -265,7 +252,9 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:
         """Check the sampler's options before the number of rows is known; the sizes are large enough for any batch."""
         names = [source.name for source in self._planned_sources]
-        self._make_plan([self.batch_size * trainer.world_size] * len(names), module).check_sources(names)
+        plan = self._make_plan([self.batch_size * trainer.world_size] * len(names), module)
+        plan.check_sources(names)
+        _ = plan.num_steps
 
     def _check_plan(self, plan: BatchSampler) -> None:
         """Refuse a plan that differs from the expected state, and log the warnings of the plan."""
@@ -289,8 +278,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
             worker_init_fn=start_worker,
         )
         self._loader.in_flight = self._in_flight
-        callbacks: Any = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
-        self._loader.tries_batch_sizes = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if self._pending_state is not None:
             self._loader.load_state_dict(self._pending_state)
             self._pending_state = None
@@ -342,8 +329,6 @@ class EmbeddingDataModule(PlannedDataModule):
         num_in_context_examples: Maximum number of in-context examples per query (see `ContrastiveCollator`).
 
     Distributed: needs Trainer(use_distributed_sampler=False), because the plan slices the batches for the ranks.
-    Raises:
-        OptionError: If a number is out of range.
     """
 
     text: TextSettings
@@ -428,18 +413,16 @@ class EmbeddingDataModule(PlannedDataModule):
         return self.mixture.identities
 
     def text_tokenizer(self) -> TextTokenizer:
-        """The tokenizer of training: from the option, or else of the trained module."""
         return self._tokenizer_for(self._trained_module)
 
     def _tokenizer_for(self, module: Any) -> TextTokenizer:
         return TextTokenizer(self._base_tokenizer(module), self._text_of(module))
 
     def text_for(self, model: TextSettings) -> TextSettings:
-        """As in `RunData`; the prompts of the sources are added (see `with_source_prompts`)."""
         return with_source_prompts(self._configured_text, self.sources, model)
 
     def _text_of(self, module: Any) -> TextSettings:
-        """The text settings for a module; those that are not set are the ones of the module's initial model."""
+        """The text settings for a module; those that are not set are the ones of its initial model."""
         return self.text_for(module.text) if isinstance(module, TextModule) else self.text
 
     def train_dataloader(self) -> ResumableLoader:
@@ -455,7 +438,6 @@ class EmbeddingDataModule(PlannedDataModule):
 
 
 def batch_needs(module: LightningModule | None) -> BatchNeeds:
-    """The needs of a module, or the defaults if it declares none."""
     return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
 
 

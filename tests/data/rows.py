@@ -50,6 +50,13 @@ def dataset(folder, rows, **options):
     return open_source(SourceConfig(name, str(path), **options), folder / "cache")
 
 
+def placed(sampler, rank, num_ranks):
+    """A sampler as on one of several ranks."""
+    for each in filter(None, (sampler, getattr(sampler, "inner", None))):
+        each.place = (rank, num_ranks)
+    return sampler
+
+
 def rows_of(sampler, epoch=0):
     """The rows of each batch of an epoch."""
     sampler.set_epoch(epoch)

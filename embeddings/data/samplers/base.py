@@ -1,6 +1,6 @@
-"""The base class of batch samplers, which are pure functions of (seed, epoch, step), and the default sampler.
+"""Batch samplers, whose batches are pure functions of (seed, epoch, step), and the steps of a run.
 
-The default sampler mixes all sources in every batch (NV-Embed). `RunLength` relates a plan to the trainer's steps.
+The default sampler mixes all sources in every batch (NV-Embed); another one draws each batch from one source (Nomic).
 """
 
 import heapq
@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import accumulate, pairwise, repeat
 from math import lcm
 from typing import Any, Literal, NamedTuple, Self
@@ -46,8 +45,7 @@ class PlanEntry(NamedTuple):
 
     Attributes:
         row: Row in the mixture (all sources concatenated).
-        draw: Seed of all random choices for this entry, a pure function of (seed, epoch, position): independent of rank
-            and worker.
+        draw: Seed of all random choices for this entry, a pure function of (seed, epoch, position).
         rule: The hard negatives that the step may use, or None for all.
     """
 
@@ -64,20 +62,17 @@ class RunLength:
         batches_per_epoch: Batches per rank that the trainer uses in an epoch.
         accumulate_grad_batches: Batches per optimiser step; None if the number changes during the run.
         total_steps: Optimiser steps of the run, None without a limit.
-        is_trial: Whether the run is a short test (`fast_dev_run`).
     """
 
     batches_per_epoch: int
     accumulate_grad_batches: int | None = 1
     total_steps: int | None = None
-    is_trial: bool = False
 
     @classmethod
     def of(cls, trainer: Any, batches_per_epoch: int) -> "RunLength":
         """The length of a Lightning run over a plan with `batches_per_epoch` batches per rank."""
         accumulated = trainer.accumulate_grad_batches if _accumulation_scheduler(trainer) is None else None
-        num_batches, total_steps = batches_taken(trainer, batches_per_epoch), run_steps(trainer, batches_per_epoch)
-        return cls(num_batches, accumulated, total_steps, bool(trainer.fast_dev_run))
+        return cls(_batches_taken(trainer, batches_per_epoch), accumulated, run_steps(trainer, batches_per_epoch))
 
     def step_of(self, epoch: int, batch: int) -> int:
         """Index (from 0) of the optimiser step of a batch; a step never spans two epochs."""
@@ -96,29 +91,19 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     Args:
         batch_size: Queries in the batch of one rank.
         seed: Seed of the run.
-        num_replicas: Number of ranks, or None to ask the process group (1 without one).
-        rank: This rank, or None to ask the process group.
 
     Attributes:
         epoch: The epoch that the next iteration yields; Lightning sets it through `sampler.set_epoch`.
         start: The first step that the next iteration yields; `set_epoch` with a new epoch sets it to 0.
-
-    Raises:
-        OptionError: If batch_size is not positive.
+        place: This rank and the number of ranks; None for those of the process group.
     """
 
-    def __init__(
-        self, batch_size: int, seed: int = 0, num_replicas: int | None = None, rank: int | None = None
-    ) -> None:
+    def __init__(self, batch_size: int, seed: int = 0) -> None:
         if batch_size < 1:
             raise OptionError("data.batch_size", batch_size, "must be >= 1", "give the number of pairs on one rank")
-        if (num_replicas is None) != (rank is None):
-            raise OptionError("rank", rank, "must be given together with num_replicas", "give both or neither")
         self.batch_size, self.seed = batch_size, seed
-        self._rank_and_size = None if rank is None or num_replicas is None else (rank, num_replicas)
-        self.epoch = 0
-        self.start = 0
-        self._resumed = False
+        self.place: tuple[int, int] | None = None
+        self.epoch, self.start, self._resumed = 0, 0, False
         self._names: tuple[str, ...] = ()
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
@@ -129,7 +114,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         """Check, before any source is read, the files that this sampler needs for these sources."""
 
     def set_needs(self, needs: BatchNeeds) -> None:
-        """Set the needs of the trained module; the data module calls this before it asks for the length."""
+        """Set the needs of the trained module, on which the length may depend."""
 
     def kinds(self) -> set[str]:
         """The class names of this sampler and of its inner samplers."""
@@ -140,7 +125,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         return []
 
     def set_run(self, run: RunLength) -> None:
-        """Set the length of the run; with a trainer, the data module calls this before the first batch."""
+        """Set the length of the run, before the first batch."""
 
     @property
     @abstractmethod
@@ -163,7 +148,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     @property
     def rank_and_size(self) -> tuple[int, int]:
         """This rank and the number of ranks."""
-        return planned_place() if self._rank_and_size is None else self._rank_and_size
+        return self.place or planned_place()
 
     @property
     def global_batch_size(self) -> int:
@@ -234,23 +219,14 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         for step in range(self.start, self.num_steps):
             rows, draws = self.global_batch(epoch, step)
             rule = self.level_rule(epoch, step)
-            # `tuple.__new__` takes half the time of the constructor of a named tuple.
-            entries = zip(rows[rank_slice].tolist(), draws[rank_slice].tolist(), repeat(rule))
-            yield list(map(partial(tuple.__new__, PlanEntry), entries))
-
-
-def first_rows(sizes: Sequence[int]) -> list[int]:
-    """Index in the mixture of the first row of each source, then the total number of rows."""
-    if not sizes or min(sizes) < 1:
-        raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
-    return [0, *accumulate(sizes)]
+            yield list(map(PlanEntry, rows[rank_slice].tolist(), draws[rank_slice].tolist(), repeat(rule)))
 
 
 # (rows of each source, batch_size, seed, weight of each source) → the plan.
 SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
 
 
-def batches_taken(trainer: Any, batches_per_epoch: int) -> int:
+def _batches_taken(trainer: Any, batches_per_epoch: int) -> int:
     """Batches per epoch under the trainer's `limit_train_batches`."""
     limit = trainer.limit_train_batches
     return min(batches_per_epoch, limit) if isinstance(limit, int) else int(batches_per_epoch * limit)
@@ -263,7 +239,7 @@ def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
     """
     limits = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches_per_epoch is not None:
-        num_batches, scheduler = batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
+        num_batches, scheduler = _batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
         changes = [0] if scheduler is None else [epoch for epoch in scheduler.epochs if epoch < trainer.max_epochs]
         # Between two changes of the accumulation, all epochs have the same number of steps.
         intervals = pairwise([*changes, trainer.max_epochs])
@@ -304,30 +280,19 @@ def source_parts(
     proportions: Proportions = "size",
     temperature: float = 1.0,
 ) -> Sequence[float]:
-    """The unnormalised share of each source, > 0. Arguments as in the samplers.
+    """The unnormalised share of each source, > 0. Arguments as in `BlendedBatchSampler`.
 
-    With temperature 0.3 (XLM-R for languages), a source with 1 % of the size of another has a quarter of its share.
     Source: Conneau and Lample 2019 (XLM), arXiv:1901.07291, §3.1, which calls the exponent alpha. Differs: sizes are
         counted in rows or batches, not in sentences.
     """
-    source_weights = [1.0] * len(sizes) if weights is None else list(weights)
-    if len(source_weights) != len(sizes):
-        rule = f"must have one entry for each of the {len(sizes)} sources"
-        raise OptionError("weights", source_weights, rule, "give as many")
     if not 0 <= temperature <= 1:
         rule = "must be from 0 to 1: it is the exponent of the size of a source"
         raise OptionError("sampler.temperature", temperature, rule, "0.3 is usual for languages")
-    if temperature != 1 and proportions != "size":
-        rule = f"cannot take effect with proportions {proportions!r}"
-        raise OptionError("sampler.temperature", temperature, rule, "set the sampler's proportions to size")
     if proportions == "given":
-        if not all(0 < weight < float("inf") for weight in source_weights):
-            rule = "must be > 0 and finite"
-            raise OptionError("data.sources[].weight", source_weights, rule, "leave out the source to skip it")
-        return source_weights
-    if len(set(source_weights)) > 1:
+        return [1.0] * len(sizes) if weights is None else weights
+    if weights is not None and len(set(weights)) > 1:
         rule = f"cannot take effect with proportions {proportions!r}"
-        raise OptionError("data.sources[].weight", source_weights, rule, "set the sampler's proportions to given")
+        raise OptionError("data.sources[].weight", list(weights), rule, "set the sampler's proportions to given")
     if proportions == "uniform":
         return [1] * len(sizes)
     return sizes if temperature == 1 else [float(f"{size**temperature:.{_DIGITS}g}") for size in sizes]
@@ -345,16 +310,13 @@ class BlendedBatchSampler(BatchSampler):
 
     Args:
         sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
-        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
+        batch_size, seed: As in `BatchSampler`.
         weights: With proportions `given`, the relative share of each source, > 0. Otherwise None, or all equal.
         proportions: `size`: the share of a source is its number of rows to the power `temperature`; with 1 this is
             NV-Embed's "uniformly sampled"; `uniform`: equal shares; `given`: `weights`.
         steps_per_epoch: Global batches per epoch, or None for one pass over the total number of rows.
-        temperature: The exponent of the sizes, 0 to 1. Below 1, rows of small sources are drawn more often than rows of
-            large ones; *MoE* and XLM-R draw languages with 0.3.
+        temperature: The exponent of the sizes, 0 to 1; *MoE* and XLM-R draw languages with 0.3.
 
-    Raises:
-        OptionError: If an option is invalid or cannot take effect, or there are fewer rows than one global batch.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not describe how batches
         are drawn; this uses exact apportionment instead of independent draws.
     """
@@ -367,13 +329,11 @@ class BlendedBatchSampler(BatchSampler):
         weights: Sequence[float] | None = None,
         proportions: Proportions = "size",
         steps_per_epoch: int | None = None,
-        num_replicas: int | None = None,
-        rank: int | None = None,
         *,
         temperature: float = 1.0,
     ) -> None:
-        super().__init__(batch_size, seed, num_replicas, rank)
-        *self._offsets, self._num_rows = first_rows(sizes)
+        super().__init__(batch_size, seed)
+        *self._offsets, self._num_rows = accumulate(sizes, initial=0)
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise OptionError("steps_per_epoch", steps_per_epoch, "must be >= 1", "leave it out for one pass")
         self.sizes = tuple(sizes)
@@ -383,7 +343,6 @@ class BlendedBatchSampler(BatchSampler):
         self._shares = source_parts(self.sizes, weights, proportions, temperature)
         self._apportionment = Apportionment(self._shares)
         self._walks: dict[int, tuple[int, KeyedPermutation]] = {}
-        _ = self.num_steps
 
     @property
     def num_steps(self) -> int:
@@ -463,3 +422,95 @@ class Apportionment:
             count[left] = (2 * count[parent] * left_weight + total) // (2 * total)
             count[right] = count[parent] - count[left]
         return count[: self.num_sources]
+
+
+class HomogeneousBatchSampler(BatchSampler):
+    """Every global batch contains rows of one source, the same source on all ranks.
+
+    An epoch is one pass. A source without rows for another batch is finished for the epoch, and the others continue in
+    the ratio of their shares. With shares proportional to size (the default), all last until the end. A source with
+    fewer rows than a global batch (such as small languages at 16,384 pairs) is not used, and a warning names it.
+
+    In an epoch no row is repeated, and of each source fewer than global_batch_size rows are left out. When a source
+    finishes, each remaining source has had its share of the batches within half a batch.
+
+    Args:
+        sizes, batch_size, seed, weights: As in `BlendedBatchSampler`.
+        proportions: `size`: the share of a source is its number of global batches to the power `temperature`;
+            `uniform`: equal shares; `given`: `weights`.
+        temperature: The exponent, 0 to 1.
+
+    Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set per batch. Differs: the
+        paper does not describe how the data set is drawn; this uses exact counts in random order.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        seed: int = 0,
+        weights: Sequence[float] | None = None,
+        proportions: Proportions = "size",
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(batch_size, seed)
+        self._first_rows = list(accumulate(sizes, initial=0))
+        self.sizes, self.weights = tuple(sizes), weights
+        self.proportions: Proportions = proportions
+        self.temperature = temperature
+        self._drawn_of: dict[int, NDArray[np.int64]] = {}
+
+    def remarks(self) -> list[str]:
+        return self.left_out(self.sizes, self.global_batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._drawn[-1].sum())
+
+    def plan_fields(self) -> dict[str, int | str]:
+        sizes, part_S = ",".join(map(str, self.sizes)), self._part_S
+        shares = ",".join(f"{share:.12g}" for share in part_S / part_S.sum())
+        return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions, "parts": shares}
+
+    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+        source, number = self.source_batch(epoch, step)
+        order = KeyedPermutation(self.sizes[source], derive_seed(self.seed, "rows", source, epoch))
+        size = self.global_batch_size
+        rows = order(np.arange(number * size, (number + 1) * size))
+        return rows + self._first_rows[source], self.draw_keys(epoch, step)
+
+    def source_batch(self, epoch: int, step: int) -> tuple[int, int]:
+        """The source of a step, and its number of earlier batches in the epoch."""
+        ends = self._drawn.sum(axis=1)
+        phase = int(np.searchsorted(ends, step, side="right")) - 1
+        before_S = self._drawn[phase]
+        last_S = np.cumsum(self._drawn[phase + 1] - before_S)
+        shuffle = KeyedPermutation(int(last_S[-1]), derive_seed(self.seed, "sources", epoch, phase))
+        position = int(shuffle(np.array([step - ends[phase]]))[0])
+        source = int(np.searchsorted(last_S, position, side="right"))
+        return source, int(before_S[source]) + position - (int(last_S[source - 1]) if source else 0)
+
+    @property
+    def _part_S(self) -> NDArray[np.float64]:
+        # A source without a full batch finishes at once, so its share has no effect.
+        batches = [max(1, count) for count in self.whole_batches(self.sizes, self.global_batch_size)]
+        parts = source_parts(batches, self.weights, self.proportions, self.temperature)
+        return np.array(parts, dtype=np.float64)
+
+    @property
+    def _drawn(self) -> NDArray[np.int64]:
+        """Batches of each source drawn before each phase, and in the epoch, (phases + 1, S) int64.
+
+        All sources are read in parallel at the rate of their shares: at time t, floor(part_s t + 1/2) batches of source
+        s are drawn. A phase ends when one or more sources run out.
+        """
+        size = self.global_batch_size
+        if size not in self._drawn_of:
+            batch_S, part_S = np.array(self.whole_batches(self.sizes, size)), self._part_S
+            time_S = batch_S / part_S
+            drawn = [np.zeros_like(batch_S)]
+            for time in np.unique(time_S):
+                so_far_S = np.floor(part_S * time + 0.5).astype(np.int64)
+                drawn.append(np.where(time_S <= time, batch_S, np.minimum(so_far_S, batch_S)))
+            self._drawn_of[size] = np.stack(drawn)
+        return self._drawn_of[size]

@@ -1,11 +1,8 @@
-"""Batches of one cluster or neighbouring clusters (CDE), and the folder of clusters on disk.
-
-The clusters are concatenated and split into batches.
-"""
+"""Batches of one cluster or neighbouring clusters (CDE), and the folder of clusters on disk."""
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from os import PathLike
@@ -16,19 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError, run_checks
-from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
+from embeddings.common.io import check_manifest, file_sha256, load_array
+from embeddings.common.jobs import write_array
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.random import KeyedPermutation, derive_seed, sorted_permutation
-from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity, first_rows
+from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity
 from embeddings.data.sources import fill_path
 
 KIND = "clusters"
 IDS_FILE, ROWS_FILE, OFFSETS_FILE = "cluster_ids.npy", "rows_by_cluster.npy", "offsets.npy"
 CENTROIDS_FILE, NEIGHBOURS_FILE = "centroids.npy", "neighbours.npy"
 MAX_ROWS = 2**32
-_FILES = (IDS_FILE, ROWS_FILE, OFFSETS_FILE, CENTROIDS_FILE, NEIGHBOURS_FILE)
-_FIX = "make the clusters again"
-_BLOCK_BYTES = 1 << 22
 
 
 class ClusterFolder:
@@ -50,44 +45,11 @@ class ClusterFolder:
         self.num_rows, self.num_clusters = (fields.integer(name, minimum=1) for name in ("num_rows", "num_clusters"))
         self.source_key: str = fields["source_key"]
         self.key: str = fields["clusters_key"]
-        sizes = fields["num_bytes"]
-        k, width = self.num_clusters, fields.integer("embedding_dim", minimum=1)
-        self.rows_by_cluster = self._load(ROWS_FILE, sizes, np.uint32, (self.num_rows,))
-        self.offsets = self._load(OFFSETS_FILE, sizes, np.int64, (k + 1,))
-        self.centroids = self._load(CENTROIDS_FILE, sizes, np.float32, (k, width))
-        self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields.integer("num_neighbours")))
-        if self.offsets[0] != 0 or self.offsets[-1] != self.num_rows or (np.diff(self.offsets) < 0).any():
-            raise self._damaged(OFFSETS_FILE)
-        not_a_row, not_a_cluster = f"is not one of the {self.num_rows} rows", f"is not one of the {k} clusters"
-        self._check(ROWS_FILE, self.rows_by_cluster, lambda row_n: row_n < self.num_rows, not_a_row)
-        # As unsigned numbers, negative ones are large.
-        self._check(NEIGHBOURS_FILE, self.neighbours, lambda x_nK: np.all(x_nK.view(np.uint32) < k, 1), not_a_cluster)
-        self._check(
-            CENTROIDS_FILE, self.centroids, lambda x_nD: np.isfinite(np.einsum("nd,nd->n", x_nD, x_nD)), "is not finite"
+        self.rows_by_cluster, self.offsets, self.centroids, self.neighbours = (
+            # A single cluster has no neighbours, and an empty array cannot be mapped.
+            load_array(self.path / name, "make the clusters again", mapped=name != NEIGHBOURS_FILE)
+            for name in (ROWS_FILE, OFFSETS_FILE, CENTROIDS_FILE, NEIGHBOURS_FILE)
         )
-
-    def _check(self, name: str, array: NDArray[Any], are_valid: Callable[[NDArray[Any]], Any], what: str) -> None:
-        """Check every entry of an array, block by block."""
-        size = max(1, _BLOCK_BYTES // max(1, array[:1].nbytes))
-        for start in range(0, len(array), size):
-            is_valid_N = are_valid(np.asarray(array[start : start + size]))
-            if not is_valid_N.all():
-                raise InputError(f"{self.path / name}:{start + int(is_valid_N.argmin())}", what, _FIX)
-
-    def _load(self, name: str, sizes: Any, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
-        path = self.path / name
-        if not path.is_file() or not isinstance(sizes, dict) or path.stat().st_size != sizes.get(name):
-            raise self._damaged(name)
-        try:
-            array: NDArray[Any] = load_array(path, _FIX, mapped=bool(shape[0] * shape[-1]))
-        except InputError as error:
-            raise self._damaged(name) from error
-        if array.dtype != dtype or array.shape != shape:
-            raise self._damaged(name)
-        return array
-
-    def _damaged(self, name: str) -> InputError:
-        return InputError(str(self.path / name), "is missing or damaged", _FIX)
 
 
 def write_cluster_files(
@@ -96,53 +58,26 @@ def write_cluster_files(
     centroids: NDArray[np.float32],
     neighbours: NDArray[np.int32],
 ) -> dict[str, Any]:
-    """Write the files of a cluster folder, each atomically; returns their manifest fields.
-
-    `assignments` are the clusters of the rows, shard by shard; one shard is in memory at a time.
-    """
-    num_rows, num_clusters = sum(map(len, assignments)), len(centroids)
-    assert 0 < num_rows <= MAX_ROWS
-    offsets = np.zeros(num_clusters + 1, dtype=np.int64)
-    for shard in assignments:
-        offsets[1:] += np.bincount(shard, minlength=num_clusters)
-    np.cumsum(offsets, out=offsets)
-    with atomic_path(folder / IDS_FILE) as ids_path, atomic_path(folder / ROWS_FILE) as rows_path:
-        ids = np.lib.format.open_memmap(ids_path, "w+", np.int32, (num_rows,))
-        rows = np.lib.format.open_memmap(rows_path, "w+", np.uint32, (num_rows,))
-        _sort_by_cluster(assignments, offsets, ids, rows)
-        ids.flush()
-        rows.flush()
-    for name, array in ((OFFSETS_FILE, offsets), (CENTROIDS_FILE, centroids), (NEIGHBOURS_FILE, neighbours)):
-        with atomic_path(folder / name) as temporary, open(temporary, "wb") as file:
-            np.save(file, array)
+    """Write the files of a cluster folder, from the clusters of the rows in shards; returns their manifest fields."""
+    cluster_N = np.concatenate(assignments)
+    sizes = np.bincount(cluster_N, minlength=len(centroids))
+    arrays = {
+        IDS_FILE: cluster_N,
+        ROWS_FILE: np.argsort(cluster_N, kind="stable").astype(np.uint32),
+        OFFSETS_FILE: np.concatenate([[0], np.cumsum(sizes)]),
+        CENTROIDS_FILE: centroids,
+        NEIGHBOURS_FILE: neighbours,
+    }
+    for name, array in arrays.items():
+        write_array(folder / name, array)
     hashes = [file_sha256(folder / name) for name in (IDS_FILE, CENTROIDS_FILE, NEIGHBOURS_FILE)]
     return {
-        "num_rows": num_rows,
-        "num_clusters": num_clusters,
+        "num_rows": len(cluster_N),
+        "num_clusters": len(centroids),
         "num_neighbours": neighbours.shape[1],
         "embedding_dim": centroids.shape[1],
-        "num_bytes": {name: (folder / name).stat().st_size for name in _FILES},
         "clusters_key": hashlib.sha256("".join(hashes).encode()).hexdigest()[:32],
     }
-
-
-def _sort_by_cluster(
-    assignments: Sequence[NDArray[np.int32]],
-    offsets: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    rows: NDArray[np.uint32],
-) -> None:
-    """Fill `ids` with the assignments, and `rows` with the rows sorted by cluster (stable)."""
-    free, first = offsets[:-1].copy(), 0
-    for shard in assignments:
-        ids[first : first + len(shard)] = shard
-        by_cluster = np.argsort(shard, kind="stable")
-        counts = np.bincount(shard, minlength=len(free))
-        # Position of a row: first free position of its cluster + number of earlier rows of the cluster in the shard.
-        shift = np.repeat(free - (np.cumsum(counts) - counts), counts)
-        rows[np.arange(len(shard)) + shift] = first + by_cluster
-        free += counts
-        first += len(shard)
 
 
 AcrossRanks = Literal["auto", "one_block", "own_blocks"]
@@ -168,12 +103,7 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
     2. the neighbours of these neighbours;
     3. a random sample of 1,024 to 2,048 unvisited clusters, or all of them if there are fewer.
     Time and memory grow with k, not k². With 32 neighbours the tour is at most 0.3 % longer than the exact greedy tour.
-    Inner products use vectors rounded to 1/4096, so every machine gives the same order.
-
-    Args:
-        centroids: Centroids of unit length, (k, d) float32; may be memory-mapped, few are read.
-        neighbours: The n nearest other clusters of each cluster, nearest first, (k, n) int32.
-        key: Any integer; it determines the start of the tour and the sampled clusters.
+    Arguments as in `ClusterFolder`; `key` determines the start of the tour and the sampled clusters.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: approximate as above.
     """
@@ -201,14 +131,10 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
                 if 2 * len(candidates) < SAMPLE:
                     unvisited = unvisited[~is_visited[unvisited]]
                     candidates = unvisited[:SAMPLE]
-            current = int(candidates[np.argmax(_products(centroids, candidates, current))])
+            products = _rounded(centroids[candidates]) @ _rounded(centroids[current])
+            current = int(candidates[np.argmax(products)])
     order[-1] = current
     return order
-
-
-def _products(centroids: NDArray[np.float32], clusters: Order, cluster: int) -> NDArray[np.float64]:
-    """Inner products of the centroids of `clusters` with that of `cluster`, the same on every machine."""
-    return np.asarray(_rounded(centroids[clusters]) @ _rounded(centroids[cluster]))
 
 
 def _rounded(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -221,8 +147,6 @@ class PackedClusters:
     The rows that do not fill a batch are skipped together at a random position between two batches: a greedy tour
     visits outliers last, so skipping the end would drop them in every epoch. The rows of a split cluster are in random
     order.
-
-    No row is repeated; fewer than `batch_size` rows are left out. Memory: 12 bytes per cluster.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: CDE drops the tail of the order.
     """
@@ -280,8 +204,7 @@ class ClusteredBatchSampler(BatchSampler):
     the number of ranks, not only on their product.
 
     Args:
-        sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
-        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
+        sizes, batch_size, seed: As in `BlendedBatchSampler`.
         weights: None, or all equal: every row is used once per epoch.
         clusters: The output folder of `cluster` for each source, by source name; or one folder with a subfolder of that
             name for each source. Environment variables (`$DATA`, `${DATA}`) and `~` are expanded.
@@ -290,8 +213,6 @@ class ClusteredBatchSampler(BatchSampler):
         across_ranks: `one_block` or `own_blocks`, above; `auto`: `own_blocks` if the loss of the module does not gather
             candidates (`gather_across_devices: false`), else `one_block`.
 
-    Raises:
-        OptionError: If weights cannot take effect, or a size or `across_ranks` is invalid.
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: see `nearest_order` and
         `PackedClusters`.
     """
@@ -306,11 +227,9 @@ class ClusteredBatchSampler(BatchSampler):
         clusters: str | dict[str, str],
         order: Literal["nearest", "random"] = "nearest",
         across_ranks: AcrossRanks = "auto",
-        num_replicas: int | None = None,
-        rank: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_replicas, rank)
-        self._first_rows = first_rows(sizes)
+        super().__init__(batch_size, seed)
+        self._first_rows = list(accumulate(sizes, initial=0))
         if weights is not None and len(set(weights)) > 1:
             rule = "cannot take effect, because every row is used once per epoch"
             raise OptionError("data.sources[].weight", list(weights), rule, "leave the weights out")
@@ -330,15 +249,12 @@ class ClusteredBatchSampler(BatchSampler):
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         """Open the clusters of each source, and check that they were made from it."""
-        assert len(sources) == len(self.sizes)
         super().identify(sources)
         self._folders = tuple(ClusterFolder(path) for path in cluster_paths(self.clusters, self._names))
         for source, size, folder in zip(sources, self.sizes, self._folders, strict=True):
             _check_same_data(folder, source, size)
-        _ = self.num_steps
 
     def set_needs(self, needs: BatchNeeds) -> None:
-        """Set whether candidates are gathered across ranks."""
         self._gathers_candidates = needs.gathers_candidates
 
     def remarks(self) -> list[str]:

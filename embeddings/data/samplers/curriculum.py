@@ -62,7 +62,6 @@ def stages(total_steps: int, order: LevelOrder, fractions: Sequence[float]) -> t
     A stage ends at `total_steps` times the cumulated fractions, rounded to the nearest step (halves up). Fractions are
     converted from their decimal notation, so that binary rounding does not move a boundary.
     """
-    assert order != "fixed"
     parts = [(NUM_LEVELS - index, Fraction(str(fraction))) for index, fraction in enumerate(fractions)]
     if order == "reverse":
         parts.reverse()
@@ -75,13 +74,11 @@ class CurriculumBatchSampler(BatchSampler):
     """The batches of another sampler, with hard negatives of one level at each optimiser step.
 
     The inner sampler selects the rows of a batch; this one selects the negatives that a step may use (`level_of`,
-    `positions_of_level`). The level is the same on all ranks and for all batches accumulated into one update.
-
-    No negative is harder than the level of the step.
+    `positions_of_level`), none harder than the level of the step. The level is the same on all ranks and for all
+    batches accumulated into one update.
 
     Args:
-        sizes: Rows of each source, each >= 1; row indices run through the concatenated sources.
-        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
+        sizes, batch_size, seed: As in `BlendedBatchSampler`.
         weights: Weight of each source, or None for equal weights.
         inner: Creates the sampler of the rows from the four arguments above. In a config: its class and its other
             arguments.
@@ -97,8 +94,6 @@ class CurriculumBatchSampler(BatchSampler):
         total_steps: Optimiser steps over which the levels are spread, or None for the steps of the run. A longer run
             stays at the last level.
 
-    Raises:
-        OptionError: If an option is invalid or cannot take effect.
     Source: MGH, §2.1 and §4.1. Differs: see `level_of`.
     """
 
@@ -115,26 +110,24 @@ class CurriculumBatchSampler(BatchSampler):
         level: int | None = None,
         missing_level: MissingLevel = "refuse",
         total_steps: int | None = None,
-        num_replicas: int | None = None,
-        rank: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_replicas, rank)
+        super().__init__(batch_size, seed)
         if order not in get_args(LevelOrder):
             raise OptionError("sampler.order", order, f"must be one of {list(get_args(LevelOrder))}", "choose one")
-        if missing_level not in get_args(MissingLevel):
-            raise OptionError("sampler.missing_level", missing_level, "must be refuse or coarser", "choose one")
-        if total_steps is not None and (total_steps < 1 or order == "fixed"):
-            rule = "cannot take effect with order fixed" if order == "fixed" else "must be >= 1"
-            raise OptionError("sampler.total_steps", total_steps, rule, "leave it out")
+        if total_steps is not None and total_steps < 1:
+            raise OptionError("sampler.total_steps", total_steps, "must be >= 1", "leave it out")
+        if order != "fixed" and level is not None:
+            raise OptionError("sampler.level", level, f"cannot take effect with order {order}", "set order: fixed")
+        if order == "fixed" and (level is None or not 1 <= level <= NUM_LEVELS):
+            rule = f"must be from 1 (hardest) to {NUM_LEVELS} (easiest) with order fixed"
+            raise OptionError("sampler.level", level, rule, "give one, or choose another order")
         self.order: LevelOrder = order
-        self.fractions = _fractions(order, fractions)
-        self.level = _fixed_level(order, level)
+        self.fractions = EQUAL_FRACTIONS if fractions is None else _checked(fractions)
+        self.level = level
         self.missing_level: MissingLevel = missing_level
         self.total_steps = total_steps
         self.inner = inner(sizes, batch_size, seed, [1.0] * len(sizes) if weights is None else weights)
-        self.inner._rank_and_size = self._rank_and_size
         self._run: RunLength | None = None
-        _ = self.num_steps
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         self.inner.identify(sources)
@@ -152,7 +145,7 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.remarks()
 
     def set_run(self, run: RunLength) -> None:
-        """Set the length of the run; it must be known, accumulate evenly, and give each level a step."""
+        """Set the length of the run; it must be known, and accumulate evenly."""
         self.inner.set_run(run)
         self._run = run
         if self.order == "fixed":
@@ -161,15 +154,7 @@ class CurriculumBatchSampler(BatchSampler):
             rule = "makes the optimiser step of a batch, and so its level, unknown"
             fix = "set trainer.accumulate_grad_batches to one number"
             raise OptionError("trainer.callbacks", "GradientAccumulationScheduler", rule, fix)
-        total_steps = self._curriculum_steps(run)
-        if run.is_trial:
-            return
-        start = 0
-        for level, end in stages(total_steps, self.order, self.fractions):
-            if start == end and level in self.levels:
-                rule = f"gives level {level} no step out of {total_steps} optimiser steps"
-                raise OptionError("sampler.fractions", list(self.fractions), rule, "train longer, or set it to 0")
-            start = end
+        self._curriculum_steps(run)
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -218,12 +203,7 @@ class CurriculumBatchSampler(BatchSampler):
         return total_steps
 
 
-def _fractions(order: str, fractions: Sequence[float] | None) -> tuple[float, ...]:
-    """The checked fraction of each level."""
-    if fractions is None:
-        return EQUAL_FRACTIONS
-    if order == "fixed":
-        raise OptionError("sampler.fractions", list(fractions), "cannot take effect with order fixed", "leave them out")
+def _checked(fractions: Sequence[float]) -> tuple[float, ...]:
     fix = f"give {NUM_LEVELS}, from level {NUM_LEVELS} to level 1"
     if len(fractions) != NUM_LEVELS or not all(0 <= fraction <= 1 for fraction in fractions):
         rule = f"must be {NUM_LEVELS} numbers from 0 to 1, one for each level"
@@ -231,15 +211,3 @@ def _fractions(order: str, fractions: Sequence[float] | None) -> tuple[float, ..
     if not math.isclose(sum(fractions), 1, abs_tol=1e-6):
         raise OptionError("sampler.fractions", list(fractions), f"must sum to 1, not {sum(fractions):g}", fix)
     return tuple(fractions)
-
-
-def _fixed_level(order: str, level: int | None) -> int | None:
-    """The checked level for the order `fixed`; None for other orders."""
-    if order != "fixed":
-        if level is not None:
-            raise OptionError("sampler.level", level, f"cannot take effect with order {order}", "set order: fixed")
-        return None
-    if level is None or not 1 <= level <= NUM_LEVELS:
-        rule = f"must be from 1 (hardest) to {NUM_LEVELS} (easiest) with order fixed"
-        raise OptionError("sampler.level", level, rule, "give one, or choose another order")
-    return level

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from embeddings.common import OptionError
 from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, run_steps, source_parts
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
+from tests.data.rows import placed
 from tests.helpers.refusals import refused
 from tests.helpers.runs import quiet_trainer
 
@@ -33,8 +34,8 @@ def rows_of(sampler):
 
 def test_ranks_take_consecutive_slices_of_the_same_batches(monkeypatch):
     assert rows_of(CountingSampler(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert rows_of(CountingSampler(2, num_replicas=2, rank=0)) == [[0, 1], [4, 5], [8, 9]]
-    assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
+    assert rows_of(placed(CountingSampler(2), 0, 2)) == [[0, 1], [4, 5], [8, 9]]
+    assert rows_of(placed(CountingSampler(2), 1, 2)) == [[2, 3], [6, 7], [10, 11]]
     # Rank and number of ranks come from the process group if there is one.
     sampler = CountingSampler(2)
     assert sampler.rank_and_size == (0, 1)
@@ -46,7 +47,7 @@ def test_ranks_take_consecutive_slices_of_the_same_batches(monkeypatch):
 
 def test_draw_keys_depend_on_the_position_and_not_on_the_number_of_ranks():
     whole = list(CountingSampler(4, seed=5))
-    halves = [list(CountingSampler(2, seed=5, num_replicas=2, rank=rank)) for rank in (0, 1)]
+    halves = [list(placed(CountingSampler(2, seed=5), rank, 2)) for rank in (0, 1)]
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
     assert all(isinstance(entry, PlanEntry) for entry in whole[0])
     samplers = CountingSampler(64, seed=5), CountingSampler(64, seed=6)
@@ -86,11 +87,7 @@ def test_the_temperature_is_the_exponent_of_the_sizes_rounded_to_twelve_digits()
         ({"temperature": 3.3}, r"sampler\.temperature must be from 0 to 1: it is the exponent .*, got 3\.3"),
         ({"temperature": -0.1}, "must be from 0 to 1"),
         ({"temperature": float("nan")}, "must be from 0 to 1"),
-        ({"temperature": 0.3, "proportions": "uniform"}, "cannot take effect with proportions 'uniform', got 0.3"),
-        ({"temperature": 0.3, "proportions": "given"}, "temperature cannot take effect with proportions 'given'"),
         ({"weights": [1.0, 2.0]}, "weight cannot take effect with proportions 'size'"),
-        ({"weights": [1.0]}, "one entry for each of the 2 sources"),
-        ({"weights": [1.0, 0.0], "proportions": "given"}, "must be > 0 and finite"),
     ],
 )
 def test_invalid_and_ineffective_options_are_refused(options, message):
@@ -99,7 +96,7 @@ def test_invalid_and_ineffective_options_are_refused(options, message):
 
 def trainer(**changes):
     defaults = {"max_steps": -1, "max_epochs": None, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
-    return SimpleNamespace(**{**defaults, "fast_dev_run": False, **changes})
+    return SimpleNamespace(**{**defaults, **changes})
 
 
 @pytest.mark.parametrize(
@@ -127,8 +124,7 @@ def test_a_run_ends_at_the_first_of_its_limits(changes, batches, expected):
 
 def test_the_length_of_a_run_follows_the_options_of_the_trainer():
     found = RunLength.of(trainer(max_epochs=2, limit_train_batches=7, accumulate_grad_batches=3), 10)
-    assert found == RunLength(batches_per_epoch=7, accumulate_grad_batches=3, total_steps=6, is_trial=False)
-    assert RunLength.of(trainer(fast_dev_run=1), 10).is_trial
+    assert found == RunLength(batches_per_epoch=7, accumulate_grad_batches=3, total_steps=6)
     changing = [GradientAccumulationScheduler({1: 2})]
     assert RunLength.of(trainer(max_epochs=5, callbacks=changing), 10).accumulate_grad_batches is None
 

@@ -1,4 +1,4 @@
-"""Clustered batches: separate blocks per rank, tours, packing."""
+"""Clustered batches: the folder of clusters, separate blocks per rank, tours, packing."""
 
 import tracemalloc
 from itertools import chain
@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 
 from embeddings.common import BatchNeeds, InputError, OptionError
-from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity, clustered
-from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
+from embeddings.data.samplers import clustered
+from embeddings.data.samplers.base import SourceIdentity
+from embeddings.data.samplers.clustered import (
+    ClusteredBatchSampler,
+    ClusterFolder,
+    PackedClusters,
+    nearest_order,
+    random_order,
+    write_cluster_files,
+)
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
 from tests.data.killed_runs import Ledger, configured
-from tests.data.rows import dataset, pairs, rows_of
+from tests.data.rows import dataset, pairs, placed, rows_of
+from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 
 SIZES = {"first": 90, "second": 31, "third": 12}
@@ -49,7 +58,44 @@ def source_of(row):
     return NAMES[int(np.searchsorted(np.cumsum(list(SIZES.values())), row, side="right"))]
 
 
-OWN = {"across_ranks": "own_blocks", "num_replicas": 3}
+@pytest.mark.parametrize("cuts", [[], [1], [7], [3, 4, 11], [0, 12]])
+def test_the_files_contain_the_rows_of_each_cluster_in_order_for_any_shards(cuts, tmp_path):
+    ids = np.array([2, 0, 2, 4, 0, 2, 1, 1, 4, 2, 0, 4], dtype=np.int32)
+    centroids = unit_vectors(5)
+    fields = write_cluster_files(tmp_path, np.split(ids, cuts), centroids, nearest_lists(centroids, 3))
+    loaded = {path.stem: np.load(path) for path in tmp_path.iterdir()}
+    assert loaded["cluster_ids"].tolist() == ids.tolist()
+    assert loaded["offsets"].tolist() == [0, 3, 5, 9, 9, 12]
+    rows = loaded["rows_by_cluster"]
+    assert rows.dtype == np.uint32
+    assert rows.tolist() == [row for cluster in range(5) for row in range(12) if ids[row] == cluster]
+    assert write_cluster_files(tmp_path, [ids], centroids, nearest_lists(centroids, 3)) == fields
+
+
+def test_a_folder_is_read_back_and_its_key_depends_on_its_content(tmp_path):
+    folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 3)
+    assert (folder.num_rows, folder.num_clusters, folder.source_key) == (4, 3, "key")
+    assert isinstance(folder.rows_by_cluster, np.memmap)
+    assert (folder.centroids.shape, folder.neighbours.shape) == ((3, 8), (3, 2))
+    same, other = write_clusters(tmp_path / "same", [1, 0, 1, 1], 3), write_clusters(tmp_path / "c", [1, 1, 0, 1], 3)
+    assert folder.key == same.key != other.key
+
+
+@pytest.mark.parametrize("name", ["rows_by_cluster.npy", "offsets.npy", "centroids.npy", "neighbours.npy"])
+def test_a_damaged_missing_or_foreign_folder_is_named_in_one_line(name, tmp_path):
+    path = write_clusters(tmp_path / "clusters", [1, 0, 1, 1, 2, 2, 0], 3).path / name
+    content = path.read_bytes()
+    for damaged in (content[:-3], b"x" * len(content), content[:-1] + bytes([content[-1] ^ 1])):
+        path.write_bytes(damaged)
+        refused(InputError, f"{name}: is damaged.* make the clusters again", ClusterFolder, path.parent)
+    path.unlink()
+    refused(InputError, f"{name}: is missing", ClusterFolder, path.parent)
+    rewrite_manifest(path.with_name("manifest.json"), complete=False)
+    refused(InputError, "field 'complete'", ClusterFolder, path.parent)
+    refused(InputError, "no manifest", ClusterFolder, tmp_path)
+
+
+OWN = {"across_ranks": "own_blocks"}
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
@@ -57,10 +103,10 @@ OWN = {"across_ranks": "own_blocks", "num_replicas": 3}
 def test_with_own_blocks_ranks_take_the_blocks_of_one_process_in_turn(make, order, epoch):
     """The blocks of one process with the batch size of a rank are distributed over the ranks."""
     blocks = rows_of(make(4, order=order), epoch)
-    ranks = [rows_of(make(4, order=order, rank=rank, **OWN), epoch) for rank in range(3)]
+    ranks = [rows_of(placed(make(4, order=order, **OWN), rank, 3), epoch) for rank in range(3)]
     assert len(blocks) == 90 // 4 + 31 // 4 + 12 // 4
     assert list(chain(*zip(*ranks, strict=True))) == blocks[: len(blocks) // 3 * 3]
-    assert len(make(4, rank=0, **OWN)) == len(ranks[0]) == len(blocks) // 3
+    assert len(placed(make(4, **OWN), 0, 3)) == len(ranks[0]) == len(blocks) // 3
     seen = [set(chain(*rank)) for rank in ranks]
     assert sum(map(len, seen)) == len(set.union(*seen)) == 4 * 3 * len(ranks[0])
     assert all(len({source_of(row) for row in batch}) == 1 for rank in ranks for batch in rank)
@@ -69,25 +115,23 @@ def test_with_own_blocks_ranks_take_the_blocks_of_one_process_in_turn(make, orde
 
 
 def test_a_plan_depends_on_its_clusters_and_blocks(make, tmp_path):
-    first = make(4, rank=0, **OWN).plan_fields()
-    others = [make(12), make(4, num_replicas=3, rank=0), make(6, across_ranks="own_blocks", num_replicas=2, rank=0)]
+    first = placed(make(4, **OWN), 0, 3).plan_fields()
+    others = [make(12), placed(make(4), 0, 3), placed(make(6, **OWN), 0, 2)]
     for other in others:
         refused(OptionError, "to resume in the middle of its plan", other.check_same_plan, first)
-    assert (
-        make(2, num_replicas=2, rank=0).plan_fields() == make(4).plan_fields() != make(4, order="random").plan_fields()
-    )
+    assert placed(make(2), 0, 2).plan_fields() == make(4).plan_fields() != make(4, order="random").plan_fields()
     write_clusters(tmp_path / "first", cluster_of("first")[::-1].tolist(), 12, "key of first")
     keys = [make(names=["first"], clusters=root).plan_fields()["clusters"] for root in (str(tmp_path), make().clusters)]
     assert keys[0] != keys[1]
 
 
 def test_a_source_smaller_than_a_block_is_left_out_and_named(make):
-    sampler = make(5, num_replicas=3, rank=0)
+    sampler = placed(make(5), 0, 3)
     assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not used: third (12)"]
     assert {source_of(row) for batch in rows_of(sampler) for row in batch} == {"first", "second"}
-    own = make(5, rank=0, **OWN)
+    own = placed(make(5, **OWN), 0, 3)
     assert own.remarks() == []
-    assert "third" in {source_of(row) for rank in range(3) for row in chain(*rows_of(make(5, rank=rank, **OWN)))}
+    assert "third" in {source_of(row) for rank in range(3) for row in chain(*rows_of(placed(make(5, **OWN), rank, 3)))}
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
@@ -130,11 +174,6 @@ def test_batches_of_a_tour_have_clusters_closer_to_each_other_than_by_chance(tmp
     ("options", "message"),
     [
         ({"batch_size": 91}, r"data\.batch_size must not exceed the 90 rows of the largest source, got 91; lower it"),
-        ({"batch_size": 46, "num_replicas": 2, "rank": 0}, r"largest source \(batch_size x 2 ranks\), got 46"),
-        (
-            {"batch_size": 46, "num_replicas": 2, "rank": 0, "across_ranks": "own_blocks"},
-            r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block",
-        ),
         ({"across_ranks": "each"}, r"sampler\.across_ranks must be one of \['auto', 'one_block', 'own_blocks'\]"),
         ({"weights": [1, 2, 1]}, "cannot take effect, because every row is used once"),
         ({"clusters": {"first": "a", "second": "b"}}, "must name the clusters of source 'third'"),
@@ -142,7 +181,14 @@ def test_batches_of_a_tour_have_clusters_closer_to_each_other_than_by_chance(tmp
     ],
 )
 def test_invalid_options_are_refused_in_one_line(make, options, message):
-    refused(OptionError, message, make, **options)
+    refused(OptionError, message, lambda: len(make(**options)))
+
+
+def test_a_batch_larger_than_the_sources_of_all_ranks_is_refused(make):
+    says = r"largest source \(batch_size x 2 ranks\), got 46"
+    refused(OptionError, says, len, placed(make(46), 0, 2))
+    says = r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block"
+    refused(OptionError, says, len, placed(make(46, **OWN), 0, 2))
 
 
 def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(make, root, tmp_path, monkeypatch):
@@ -258,10 +304,10 @@ def test_the_key_determines_the_start_of_a_tour_and_equal_keys_agree():
 
 def test_products_are_exact_integers_in_any_order_of_summation():
     centroids = unit_vectors(64, width=1024)
-    products = clustered._products(centroids, np.arange(64, dtype=np.int32), 0)
-    shuffled = np.random.default_rng(0).permutation(1024)
+    rounded, shuffled = clustered._rounded(centroids), np.random.default_rng(0).permutation(1024)
+    products = rounded @ rounded[0]
     assert (products == np.rint(products)).all()
-    assert (products == clustered._products(centroids[:, shuffled], np.arange(64, dtype=np.int32), 0)).all()
+    assert (products == rounded[:, shuffled] @ rounded[0, shuffled]).all()
     np.testing.assert_allclose(products / 4096**2, centroids @ centroids[0], atol=1e-3)
 
 

@@ -14,19 +14,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.data import EmbeddingDataModule, SourceConfig
-from embeddings.data.samplers import (
+from embeddings.data.samplers.base import (
     BlendedBatchSampler,
-    ClusteredBatchSampler,
-    CurriculumBatchSampler,
     HomogeneousBatchSampler,
+    LevelRule,
+    RunLength,
     SourceIdentity,
 )
-from embeddings.data.samplers.base import LevelRule, RunLength
-from embeddings.data.samplers.curriculum import EQUAL_FRACTIONS, level_of, stages
+from embeddings.data.samplers.clustered import ClusteredBatchSampler
+from embeddings.data.samplers.curriculum import EQUAL_FRACTIONS, CurriculumBatchSampler, level_of, stages
 from embeddings.modules import ContrastiveModule
 from tests.data.cluster_folders import write_clusters
 from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, killed_run, quiet_trainer
-from tests.data.rows import graded, pairs, write_jsonl
+from tests.data.rows import graded, pairs, placed, write_jsonl
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
@@ -46,7 +46,7 @@ def clusters(tmp_path_factory):
 
 def test_needs_remarks_kinds_and_files_are_those_of_the_inner_sampler(clusters):
     inner = partial(ClusteredBatchSampler, clusters=clusters)
-    sampler = CurriculumBatchSampler(SIZES, 11, inner=inner, num_replicas=3, rank=0)
+    sampler = placed(CurriculumBatchSampler(SIZES, 11, inner=inner), 0, 3)
     sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
     assert sampler.kinds() == {"CurriculumBatchSampler", "ClusteredBatchSampler"}
     assert sampler.num_steps == 1
@@ -131,13 +131,10 @@ def test_a_batch_has_the_level_of_its_update_and_only_cumulative_curricula_keep_
         ({"fractions": [0.5, 0.2, 0.2, 0.2]}, r"sampler\.fractions must sum to 1, not 1\.1, got \[0\.5, 0\.2"),
         ({"fractions": [0.5, 0.5, 0.5, -0.5]}, r"sampler\.fractions must be 4 numbers from 0 to 1"),
         ({"fractions": [0.5, 0.5, 0.0, float("nan")]}, r"sampler\.fractions must be 4 numbers from 0 to 1"),
-        ({"fractions": [0.25] * 4, "order": "fixed", "level": 1}, r"fractions cannot take effect with order fixed"),
         ({"order": "fixed"}, r"sampler\.level must be from 1 \(hardest\) to 4 .* with order fixed, got None"),
         ({"order": "fixed", "level": 5}, r"sampler\.level must be from 1 .* got 5"),
         ({"level": 2}, r"sampler\.level cannot take effect with order coarse_to_fine, got 2; set order: fixed"),
-        ({"missing_level": "skip"}, r"sampler\.missing_level must be refuse or coarser, got 'skip'"),
         ({"total_steps": 0}, r"sampler\.total_steps must be >= 1, got 0"),
-        ({"total_steps": 9, "order": "fixed", "level": 1}, r"total_steps cannot take effect with order fixed, got 9"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options, message):
@@ -148,8 +145,6 @@ def test_invalid_options_are_refused_in_one_line(options, message):
     ("run", "options", "message"),
     [
         (RunLength(10), {}, r"sampler\.total_steps must be known .* got None; set trainer\.max_steps or max_epochs"),
-        (RunLength(10, 1, 3), {}, r"sampler\.fractions gives level 2 no step out of 3"),
-        (RunLength(10, 1, 3), {"order": "reverse"}, r"sampler\.fractions gives level 3 no step out of 3"),
         (RunLength(10, None, 20), {}, r"GradientAccumulationScheduler.* set trainer\.accumulate_grad_batches"),
     ],
 )
@@ -157,10 +152,9 @@ def test_a_run_that_a_curriculum_does_not_fit_is_refused(run, options, message):
     refused(OptionError, message, CurriculumBatchSampler([40], 4, **options).set_run, run)
 
 
-def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level():
+def test_a_fixed_level_needs_no_length_and_a_curriculum_may_have_its_own():
     for run in (RunLength(10), RunLength(10, None, 20), RunLength(1, 1, 1)):
         assert set(rules(run, 4, order="fixed", level=2)) == {LevelRule(2)}
-    CurriculumBatchSampler([40], 4).set_run(RunLength(1, 1, 1, is_trial=True))
     CurriculumBatchSampler([40], 4, total_steps=4).set_run(RunLength(10))
 
 
@@ -283,17 +277,14 @@ def test_a_run_resumes_with_the_batch_that_failed(failing, accumulate, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("rows", "trainer_options", "options", "message"),
+    ("rows", "options", "message"),
     [
-        (graded(20) + graded(4, (2, 3, 4)), {}, {}, r"record 21 has no negative of level 1 \(4 of 24 lack one\)"),
-        (pairs(24), {}, {"missing_level": "coarser"}, "no source has any"),
-        (graded(24), {"max_steps": 2}, {}, "no step out of 2 optimiser steps"),
+        (graded(20) + graded(4, (2, 3, 4)), {}, r"record 21 has no negative of level 1 \(4 of 24 lack one\)"),
+        (pairs(24), {"missing_level": "coarser"}, "no source has any"),
     ],
 )
-def test_a_curriculum_without_levels_or_steps_ends_the_run_before_its_first_step(
-    rows, trainer_options, options, message, tmp_path
-):
-    module, fit = LevelLedger(), quiet_trainer(max_epochs=4, **trainer_options).fit
+def test_a_curriculum_without_levels_ends_the_run_before_its_first_step(rows, options, message, tmp_path):
+    module, fit = LevelLedger(), quiet_trainer(max_epochs=4).fit
     refused((InputError, OptionError), message, fit, module, data_module(tmp_path, rows=rows, **options))
     assert module.rows == []
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.samplers import HomogeneousBatchSampler, SourceIdentity
-from embeddings.data.samplers.base import source_parts
-from tests.data.rows import rows_of
+from embeddings.data.samplers.base import HomogeneousBatchSampler, SourceIdentity, source_parts
+from tests.data.rows import placed, rows_of
 from tests.helpers.refusals import refused
 
 SIZES = [42, 9, 23, 4]
@@ -88,12 +87,11 @@ def test_a_far_step_of_a_large_plan_is_found_within_twenty_milliseconds_without_
     ("options", "message"),
     [
         ({"batch_size": 43}, r"must not exceed the 42 rows of the largest source, got 43; lower it"),
-        ({"batch_size": 22, "num_replicas": 2, "rank": 0}, r"42 rows of the largest source \(batch_size x 2 ranks\)"),
         ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options, message):
-    refused(OptionError, message, make, **options)
+    refused(OptionError, message, lambda: len(make(**options)))
 
 
 def test_a_new_batch_size_is_planned_again():
@@ -106,7 +104,7 @@ def test_a_new_batch_size_is_planned_again():
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_a_source_smaller_than_a_batch_is_left_out_and_named(options):
     """With sources of 9 and 4 rows and batches of 12, the plan is that of the other two sources."""
-    sampler = make(4, num_replicas=3, rank=0, **options)
+    sampler = placed(make(4, **options), 0, 3)
     sampler.identify([SourceIdentity(name, "key") for name in ("a", "small", "c", "smaller")])
     says = "sources with fewer rows than a batch of 12 are not used: small (9), smaller (4)"
     assert sampler.remarks() == [says]

@@ -9,14 +9,11 @@ from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
 from embeddings.data import ResumableLoader
-from embeddings.data.samplers import (
-    BlendedBatchSampler,
-    ClusteredBatchSampler,
-    CurriculumBatchSampler,
-    HomogeneousBatchSampler,
-    SourceIdentity,
-)
+from embeddings.data.samplers.base import BlendedBatchSampler, HomogeneousBatchSampler, SourceIdentity
+from embeddings.data.samplers.clustered import ClusteredBatchSampler
+from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from tests.data.cluster_folders import write_clusters
+from tests.data.rows import placed
 from tests.helpers.refusals import refused
 
 SIZES = [50, 7, 27]
@@ -65,7 +62,7 @@ class Echo:
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_ranks_are_disjoint_and_together_one_global_batch(make, epoch):
-    whole, ranks = make(6, num_replicas=3, rank=0), [make(6, num_replicas=3, rank=rank) for rank in range(3)]
+    whole, ranks = placed(make(6), 0, 3), [placed(make(6), rank, 3) for rank in range(3)]
     seen = [entries_of(sampler, epoch) for sampler in ranks]
     for step, parts in enumerate(zip(*seen, strict=True)):
         rows, draws = whole.global_batch(epoch, step)
@@ -123,19 +120,10 @@ def test_three_resumes_and_any_number_of_workers_give_the_batches_of_one_run(mak
 
 
 def test_plan_fields_are_plain_and_do_not_name_the_rank(make):
-    fields = [make(3, num_replicas=2, rank=rank).plan_fields() for rank in range(2)]
-    assert fields[0] == fields[1] != make(3, num_replicas=2, rank=0, seed=1).plan_fields()
+    fields = [placed(make(3), rank, 2).plan_fields() for rank in range(2)]
+    assert fields[0] == fields[1] != placed(make(3, seed=1), 0, 2).plan_fields()
     assert {type(value) for value in fields[0].values()} <= {int, str}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
-        ({"sizes": []}, r"data\.sources must each have rows"),
-        ({"sizes": [3, 0, 1]}, r"data\.sources must each have rows"),
-        ({"num_replicas": 2}, "rank must be given together with num_replicas"),
-    ],
-)
-def test_options_that_no_sampler_accepts_are_refused_in_one_line(make, options, message):
-    refused(OptionError, message, make, **options)
+def test_an_empty_batch_is_refused(make):
+    refused(OptionError, r"data\.batch_size must be >= 1", make, batch_size=0)
