@@ -47,6 +47,8 @@ COPY_STRIDE = 4
 CONTEXTS = ("matched", "foreign", "no")
 OTHER_DOMAINS = ("cranfield",)
 TINY_PACKAGES, TINY_HELD_OUT = ["click"], ["jinja2", "packaging"]
+TINY_SIZES = {"validation_documents": 10, "validation_queries": 5, "in_domain_documents": 20, "in_domain_queries": 10}
+TINY_SIZES |= {"held_out_documents": 30, "held_out_queries": 10}
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Workspace:
     def prepare(self, recipes: list[Recipe]) -> None:
         """Make what these recipes need, with all threads, before their trials run in parallel."""
         if self.tiny:
-            prepare_docstrings(self.folder / "corpus", TINY_PACKAGES, TINY_HELD_OUT, 0, 10, 5, 20, 10, 30, 10)
+            prepare_docstrings(self.folder / "corpus", TINY_PACKAGES, TINY_HELD_OUT, sizes=TINY_SIZES)
             if not Path(self.model).exists():
                 small_embedder().save_pretrained(self.model)
         else:

@@ -25,12 +25,19 @@ from embeddings.common.jobs import progress_bar
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
 from embeddings.data.datamodule import PlannedDataModule, ResumableLoader, ShieldedLoader, check_minimum, start_worker
-from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
-from embeddings.data.docstrings.extract import SourceFile, decoded, find_sources, is_available, require_available
+from embeddings.data.documented_functions import (
+    HELD_OUT_PACKAGES,
+    TRAINING_PACKAGES,
+    decoded,
+    find_sources,
+    is_available,
+    require_available,
+    sources_digest,
+)
 from embeddings.data.records import kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names
-from embeddings.data.store import cache_folder, converted_folder, damaged
+from embeddings.data.store import cache_folder, converted_folder
 from embeddings.data.tokenize import copied_backend
 
 # Names for lists of packages.
@@ -53,9 +60,6 @@ class TextSource(Origin):
         revision: Branch, tag or commit of a Hub data set.
         weight: Relative weight of this source under proportions `given`, > 0.
         max_rows: Use only the first `max_rows` documents; None for all.
-
-    Raises:
-        OptionError: If a value is invalid or cannot take effect.
     """
 
     path: str | list[str] | None = None
@@ -68,26 +72,22 @@ class TextSource(Origin):
         if bool(self.path) == bool(self.packages):
             actual = "both" if self.path else "neither"
             raise self.fault("path", actual, "or packages must be given", "give exactly one of the two")
-        if self.packages and self.column != "text":
-            raise self.fault("column", self.column, "has no effect on packages", "leave it out")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise self.fault("max_rows", self.max_rows, "must be >= 1", "leave it out for all")
 
     def check(self) -> None:
-        """Raise an `OptionError` if a package is not installed; `check_files` checks files."""
+        """Check that the packages are installed; `check_files` checks files."""
         for package in _packages(self.packages or []):
             require_available(package)
 
 
 class Documents(SourceInputs):
-    """The documents of a source in a fixed order; `identity` is the hash of the packages if the source has any."""
+    """The documents of a source in a fixed order."""
 
     def __init__(self, source: TextSource, root: Path) -> None:
         super().__init__(source, root)
         self.source = source
         self._modules = [file for package in _packages(source.packages or []) for file in find_sources(package)]
         if source.packages:
-            self.identity = [{"packages": _digest(self._modules)}]
+            self.identity = [{"packages": sources_digest(self._modules)}]
 
     def __iter__(self) -> Iterator[str]:
         modules = (decoded(module.path.read_bytes()) for module in self._modules)
@@ -114,22 +114,13 @@ def _packages(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(package for name in names for package in listed.get(name, [name])))
 
 
-def _digest(modules: Sequence[SourceFile]) -> str:
-    digest = hashlib.sha256()
-    for module in modules:
-        content = module.path.read_bytes()
-        digest.update(f"{module.module}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
 TOKENS_FILE, STARTS_FILE = "tokens.bin", "documents.npy"
 SCHEMA_VERSION = 1
 _BATCH = 256
 
 
 class DocumentTokenizer:
-    """Converts documents to token ids with the special tokens of the tokenizer and, if requested, a final separator.
+    """Converts documents to token ids with the tokenizer's special tokens and, if requested, a final separator.
 
     A special token in the text of a document (`</s>` in a source file) is tokenised as plain characters.
     """
@@ -161,18 +152,12 @@ class TokenStream:
     """Memory-mapped reader of a token stream: row r contains tokens r·L … (r+1)·L - 1; the last may be shorter."""
 
     def __init__(self, folder: Path) -> None:
-        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION})
-        self.folder, self.key = folder, folder.name
-        self.num_tokens: int = manifest["num_tokens"]
-        dtype = np.dtype(manifest["dtype"])
-        check_file(folder / TOKENS_FILE, "delete the folder and run again")
-        try:
-            self._tokens = np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")
-        except (OSError, ValueError) as error:
-            raise damaged(folder) from error
-        self._starts = load_array(folder / STARTS_FILE, "delete the folder and run again", mapped=True)
-        if len(self._tokens) != self.num_tokens or len(self._starts) != manifest["num_documents"]:
-            raise damaged(folder)
+        self.folder, self.key, hint = folder, folder.name, "delete the folder and run again"
+        check_manifest(folder, {})
+        check_file(folder / TOKENS_FILE, hint)
+        self._tokens = np.memmap(folder / TOKENS_FILE, dtype=np.uint32, mode="r")
+        self.num_tokens = len(self._tokens)
+        self._starts = load_array(folder / STARTS_FILE, hint, mapped=True)
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Path]]:
         return TokenStream, (self.folder,)
@@ -181,10 +166,9 @@ class TokenStream:
         return -(-self.num_tokens // row_length)
 
     def row(self, index: int, row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens of a row and the index of each token's document in it (from 0), (n,) int64, n <= row_length."""
+        """The tokens of a row and the index of each token's document in it, (n,) int64, n <= row_length."""
         start = index * row_length
         stop = min(start + row_length, self.num_tokens)
-        assert 0 <= start < stop
         first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
         inner = np.asarray(self._starts[first + 1 : last + 1], dtype=np.int64)
         document = np.searchsorted(inner, np.arange(start, stop), side="right")
@@ -212,8 +196,7 @@ def open_stream(
 
 
 def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, identity: dict[str, object]) -> None:
-    starts = array("q")
-    total, dtype = 0, np.dtype(np.uint32)
+    starts, total = array("q"), 0
     title = f"tokenising {documents.source.name}"
     with open(folder / TOKENS_FILE, "wb") as file, progress_bar(None, title, " documents") as bar:
         remaining = iter(documents)
@@ -222,14 +205,13 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
                 if ids:
                     starts.append(total)
                     total += len(ids)
-                    file.write(np.asarray(ids, dtype=dtype).tobytes())
+                    file.write(np.asarray(ids, dtype=np.uint32).tobytes())
             bar.update(len(texts))
     documents.require_unchanged()
     if total == 0:
         raise InputError(f"source {documents.source.name!r}", "contains no text", "use another source, or leave it out")
     np.save(folder / STARTS_FILE, np.frombuffer(starts, dtype=np.int64))
-    fields = {"num_tokens": total, "num_documents": len(starts), "dtype": dtype.str}
-    write_manifest(folder, {**identity, **fields})
+    write_manifest(folder, {**identity, "num_tokens": total, "num_documents": len(starts)})
 
 
 class TokenRow(NamedTuple):
@@ -312,8 +294,6 @@ class TextDataModule(PlannedDataModule):
 
     Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are split over the ranks; all ranks get
         the same number of batches, and rows of padding, which do not count, fill the last ones.
-    Raises:
-        OptionError: If a number is out of range.
     """
 
     row_length: int
@@ -367,7 +347,6 @@ class TextDataModule(PlannedDataModule):
 
     @property
     def rows(self) -> RowMixture:
-        """The rows of all sources; call `setup` first."""
         assert self._rows is not None, "call setup() first"
         return self._rows
 
@@ -379,7 +358,6 @@ class TextDataModule(PlannedDataModule):
         return self._make_loader(self.rows, self._collator())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        """This rank's validation batches, always the same; empty without validation sources."""
         if self._validation_rows is None:
             return []
         rows = self._validation_rows

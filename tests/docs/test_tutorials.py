@@ -61,9 +61,9 @@ def small_world(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     text = TextSettings(query_max_length=128, document_max_length=128)
     stand_in = Embedder(tiny_bert(hidden_size=size), wordpiece_tokenizer(), MeanPooling(size), text=text)
     stand_in.save_pretrained("all-MiniLM-L6-v2")
-    sizes = {f"num_{split}_documents": count for split, count in COUNTS.items()}
-    sizes |= {f"num_{split}_queries": count // 2 for split, count in COUNTS.items()}
-    small = partial(prepare_docstrings, packages=["click"], held_out_packages=["packaging"], **sizes)
+    sizes = {f"{split}_documents": count for split, count in COUNTS.items()}
+    sizes |= {f"{split}_queries": count // 2 for split, count in COUNTS.items()}
+    small = partial(prepare_docstrings, packages=["click"], held_out_packages=["packaging"], sizes=sizes)
     monkeypatch.setattr("embeddings.cli.quickstart.prepare_docstrings", small)
 
 

@@ -24,7 +24,7 @@ import embeddings
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import TextSettings
-from embeddings.data.docstrings import prepare_docstrings
+from embeddings.data.docstrings import SIZES, prepare_docstrings
 from embeddings.inference import Encoder
 from embeddings.models import Embedder, MeanPooling
 from tests.helpers.runs import backbone_folder, write_pairs, write_retrieval_folder
@@ -254,9 +254,8 @@ def test_the_notebook_does_what_the_quickstart_does(
     for old, new in small.items():
         assert old in text, old
         text = text.replace(old, new)
-    sizes = {f"num_{split}_{kind}": 8 for split in ("validation", "in_domain", "held_out")
-             for kind in ("documents", "queries")}  # fmt: skip
-    fewer = partial(prepare_docstrings, packages=["click"], held_out_packages=["packaging"], **sizes)
+    sizes = dict.fromkeys(SIZES, 8)
+    fewer = partial(prepare_docstrings, packages=["click"], held_out_packages=["packaging"], sizes=sizes)
     monkeypatch.setattr("embeddings.data.docstrings.prepare_docstrings", fewer)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for cell in text.split("\n\n# %%\n"):

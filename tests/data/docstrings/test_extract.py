@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.docstrings.extract import (
+from embeddings.data.documented_functions import (
     MAX_DOCUMENT_CHARACTERS,
     DocumentedFunction,
     documented_functions,
@@ -186,7 +186,6 @@ def test_sources_are_sorted_without_tests_vendored_packages_and_invalid_module_n
     assert "zoo_x" not in sys.modules
     assert [file.module for file in find_sources("single_x")] == ["single_x"]
     versions = package_versions(["zoo_x", "stdlib", "sklearn"])
-    assert list(versions) == ["sklearn", "stdlib", "zoo_x"]
     assert versions["stdlib"].count(".") == 2
     assert versions["sklearn"][0].isdigit()
     assert versions["zoo_x"] == ""

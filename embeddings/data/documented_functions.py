@@ -2,7 +2,7 @@
 
 import ast
 import difflib
-import functools
+import hashlib
 import inspect
 import io
 import os
@@ -132,6 +132,18 @@ SKIPPED_MODULES = frozenset((
 # fmt: on
 
 
+# Packages that `pip install -e '.[quickstart,cpu]'` installs, directly or as dependencies.
+# fmt: off
+TRAINING_PACKAGES = (
+    "stdlib", "PIL", "accelerate", "aiohttp", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2",
+    "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "omegaconf", "packaging", "pandas", "peft", "psutil",
+    "pyarrow", "pyparsing", "rich", "scipy", "sklearn", "sympy", "torch", "torchmetrics", "transformers", "typer",
+)
+# fmt: on
+# Four different kinds of code (file systems, argument parsing, training loops, graphs) in every installation.
+HELD_OUT_PACKAGES = ("fsspec", "jsonargparse", "lightning", "networkx")
+
+
 class SourceFile(NamedTuple):
     """One source file; `package` is the name that the user gave."""
 
@@ -145,7 +157,6 @@ def is_available(package: str) -> bool:
 
 
 def require_available(package: str) -> None:
-    """Check that the package is installed with source files."""
     if not is_available(package):
         importable = {module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")}
         near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *importable}), n=1)
@@ -163,13 +174,23 @@ def find_sources(package: str) -> list[SourceFile]:
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The installed version of each package (of Python for the standard library), "" if it is unknown."""
-    names = {package: _distributions().get(package) for package in sorted(packages)}
-    versions = {package: version(distributions[0]) if distributions else "" for package, distributions in names.items()}
-    return versions | ({STANDARD_LIBRARY: platform.python_version()} if STANDARD_LIBRARY in versions else {})
+    distributions, versions = packages_distributions(), dict[str, str]()
+    for package in packages:
+        names = distributions.get(package)
+        versions[package] = version(names[0]) if names else ""
+        if package == STANDARD_LIBRARY:
+            versions[package] = platform.python_version()
+    return versions
 
 
-# Cached, because it scans the file lists of all distributions.
-_distributions = functools.cache(packages_distributions)
+def sources_digest(files: Iterable[SourceFile]) -> str:
+    """SHA-256 of the names and contents of source files."""
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.path.read_bytes()
+        digest.update(f"{file.package}\0{file.module}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def _roots(package: str) -> list[Path]:

@@ -5,7 +5,6 @@ Copies are removed, hard negatives are chosen by namespace, and some packages ar
 
 import gc
 import gzip
-import hashlib
 import json
 import os
 import re
@@ -20,18 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_hash, write_text
+from embeddings.common.io import check_manifest, file_hash, write_text
 from embeddings.common.jobs import progress_bar
-from embeddings.common.own_folder import replaced_folder
+from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
 from embeddings.common.random import numpy_generator
-from embeddings.data.docstrings.extract import (
+from embeddings.data.documented_functions import (
+    HELD_OUT_PACKAGES,
+    TRAINING_PACKAGES,
     DocumentedFunction,
     SourceFile,
     documented_functions,
     find_sources,
     is_available,
     package_versions,
+    sources_digest,
 )
 from embeddings.data.near_duplicates import NearDuplicates, mark_copies
 from embeddings.data.records import Negative
@@ -145,10 +147,7 @@ class DocstringSplit(NamedTuple):
 def split_functions(
     functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: Mapping[str, int], seed: int
 ) -> DocstringSplit:
-    """Split deduplicated functions into a training set and three evaluation sets; their order has no effect.
-
-    `sizes` are the `num_*` arguments of `prepare_docstrings`, without that prefix.
-    """
+    """Split deduplicated functions into a training set and three evaluation sets; their order has no effect."""
     ordered = sorted(functions)
     held_out = [function for function in ordered if function.package in held_out_packages]
     trainable = [function for function in ordered if function.package not in held_out_packages]
@@ -157,9 +156,8 @@ def split_functions(
         raise OptionError("held_out_packages", sorted(held_out_packages), rule, "name larger packages")
     num_evaluation = sizes["validation_documents"] + sizes["in_domain_documents"]
     if len(trainable) <= num_evaluation:
-        rule = f"must be less than the {len(trainable)} documented functions of packages"
-        option = "num_validation_documents + num_in_domain_documents"
-        raise OptionError(option, num_evaluation, rule, "lower it, or add packages")
+        rule = f"must leave some of the {len(trainable)} documented functions of packages"
+        raise OptionError("sizes", num_evaluation, rule, "lower it, or add packages")
 
     evaluation = {}
     for name in ("in_domain", "validation", "held_out"):
@@ -178,19 +176,18 @@ def _draw(functions: list[DocumentedFunction], max_size: int, seed: int, stream:
     return [functions[row] for row in sorted(rows.tolist())]
 
 
+KIND = "docstring_corpus"
 # Increase it whenever the same sources produce different records, so that an older output is not reused.
 RECIPE = 2
-
-# Packages that `pip install -e '.[quickstart,cpu]'` installs, directly or as dependencies.
-# fmt: off
-TRAINING_PACKAGES = (
-    "stdlib", "PIL", "accelerate", "aiohttp", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2",
-    "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "omegaconf", "packaging", "pandas", "peft", "psutil",
-    "pyarrow", "pyparsing", "rich", "scipy", "sklearn", "sympy", "torch", "torchmetrics", "transformers", "typer",
-)
-# fmt: on
-# Four different kinds of code (file systems, argument parsing, training loops, graphs) in every installation.
-HELD_OUT_PACKAGES = ("fsspec", "jsonargparse", "lightning", "networkx")
+# Functions of each evaluation set, and of these the ones used as queries.
+SIZES = {
+    "validation_documents": 400,
+    "validation_queries": 150,
+    "in_domain_documents": 1000,
+    "in_domain_queries": 300,
+    "held_out_documents": 2000,
+    "held_out_queries": 400,
+}
 
 
 class DocstringCorpus(NamedTuple):
@@ -206,12 +203,7 @@ def prepare_docstrings(
     packages: Sequence[str] | None = None,
     held_out_packages: Sequence[str] = HELD_OUT_PACKAGES,
     seed: int = 0,
-    num_validation_documents: int = 400,
-    num_validation_queries: int = 150,
-    num_in_domain_documents: int = 1000,
-    num_in_domain_queries: int = 300,
-    num_held_out_documents: int = 2000,
-    num_held_out_queries: int = 400,
+    sizes: Mapping[str, int] = SIZES,
     force: bool = False,
     max_rows: int | None = None,
 ) -> DocstringCorpus:
@@ -228,38 +220,19 @@ def prepare_docstrings(
             installed ones of `TRAINING_PACKAGES`.
         held_out_packages: Packages used only for evaluation.
         seed: Seed of the random choices.
-        num_validation_documents: Functions of the training packages for validation, to select checkpoints.
-        num_validation_queries: Number of these used as queries.
-        num_in_domain_documents: Functions of the training packages for evaluation after training.
-        num_in_domain_queries: Number of these used as queries.
-        num_held_out_documents: Maximum functions of the held-out packages for evaluation.
-        num_held_out_queries: Number of these used as queries.
+        sizes: Functions of each evaluation set and queries among them; those that are not given are those of `SIZES`.
         force: Whether to write the corpus again if it exists.
         max_rows: Maximum training pairs, or None for all. Every k-th pair is used, with the smallest k that fits.
-
-    Raises:
-        OptionError: If a package is not installed or in both lists, a number is below 1, or `output` cannot be used.
     """
     folder = Path(os.path.abspath(output))
-    check_output(folder)
-    sizes = {
-        "validation_documents": num_validation_documents,
-        "validation_queries": num_validation_queries,
-        "in_domain_documents": num_in_domain_documents,
-        "in_domain_queries": num_in_domain_queries,
-        "held_out_documents": num_held_out_documents,
-        "held_out_queries": num_held_out_queries,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
+    require_replaceable(folder, {"kind": KIND})
+    sizes = {**SIZES, **sizes}
     if max_rows is not None and max_rows < 1:
         raise OptionError("max_rows", max_rows, "must be >= 1", "leave it out for all pairs")
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
     # Held-out functions come first, because of two copies the first one is retained.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
-    contents = [source.path.read_bytes() for source in sources]
     versions = package_versions([*held_out, *training])
     # The inputs that determine the corpus, for the manifest.
     inputs: dict[str, Any] = {
@@ -270,12 +243,12 @@ def prepare_docstrings(
         "held_out_packages": {name: versions[name] for name in held_out},
         "packages": {name: versions[name] for name in training},
         "max_rows": max_rows,
-        "input_sha256": _digest(sources, contents),
+        "input_sha256": sources_digest(sources),
     }
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s already exists for these packages and arguments; --force writes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
-    functions = _read(sources, contents)
+    functions = _read(sources)
     logger.info("removing copies among %d documented functions", len(functions))
     distinct, removed = deduplicate(functions)
     split = split_functions(distinct, held_out, sizes, seed)
@@ -299,31 +272,18 @@ def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> l
     return sorted(set(packages))
 
 
-def _digest(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> str:
-    digest = hashlib.sha256()
-    for source, content in zip(sources, contents, strict=True):
-        digest.update(f"{source.package}\0{source.module}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> list[DocumentedFunction]:
+def _read(sources: Sequence[SourceFile]) -> list[DocumentedFunction]:
     functions: list[DocumentedFunction] = []
     # Syntax trees have no reference cycles, and the search for cycles takes half of the time of parsing.
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with progress_bar(sum(map(len, contents)), "reading functions", "B", unit_scale=True) as bar:
-            for source, content in zip(sources, contents, strict=True):
-                functions.extend(documented_functions(content, source.package, source.module))
-                bar.update(len(content))
+        with progress_bar(len(sources), "reading functions", "file") as bar:
+            for source in sources:
+                functions.extend(documented_functions(source.path.read_bytes(), source.package, source.module))
+                bar.update()
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
     return functions
-
-
-KIND = "docstring_corpus"
 
 
 def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -337,18 +297,6 @@ def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any]
     return manifest if intact else None
 
 
-def check_output(output: Path) -> None:
-    """Check that `output` may be written: new, empty, or an earlier docstring corpus."""
-    if output.exists() and not output.is_dir():
-        raise OptionError("output", str(output), "must be a folder", "name a new or empty folder")
-    if output.is_dir() and any(output.iterdir()):
-        try:
-            check_manifest(output, {"kind": KIND})
-        except (InputError, ValueError):
-            rule = "must be new, empty or an earlier docstring corpus"
-            raise OptionError("output", str(output), rule, "name another folder") from None
-
-
 def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
     """Write a corpus, with every `step`-th training pair; the files of an earlier one are replaced at the end."""
     with replaced_folder(output, fields) as folder:
@@ -358,12 +306,8 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any],
 
 
 def _write_train(path: Path, split: DocstringSplit, seed: int, step: int) -> None:
-    with (
-        atomic_path(path) as temporary,
-        open(temporary, "wb") as file,
-        # No name and no time in the header, so that the same records produce the same bytes.
-        gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
-    ):
+    # No name and no time in the header, so that the same records produce the same bytes.
+    with open(path, "wb") as file, gzip.GzipFile("", "wb", 1, file, mtime=0) as zipped:
         pairs = zip(split.train, namespace_negatives(split.train, seed), strict=True)
         for function, negatives in islice(pairs, 0, None, step):
             record = {
