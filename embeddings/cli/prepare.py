@@ -1,7 +1,7 @@
 """`prepare`: downloads a recipe's public data sets, then filters, mines and clusters them as the recipe says."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
 from embeddings.common.text import format_table, one_line
 from embeddings.data import SourceConfig
-from embeddings.data.public import ROOT_VARIABLE, Hub, PublicSource, PublicTable, Stage, corpus_path, fetch_source
+from embeddings.data.public import ROOT_VARIABLE, PublicSource, PublicTable, Stage, corpus_path, fetch_source
 from embeddings.data.records import table_writer
 from embeddings.data.sources import Conversion
 from embeddings.data.store import open_cached, record_place
-from embeddings.inference import Encoder, Precision
+from embeddings.inference import Encoder
 from embeddings.mining import (
     ClusterSettings,
     Decontaminator,
@@ -67,13 +67,12 @@ class StepOptions:
 
 def prepare(
     recipe: Literal["docstrings", "nv-embed", "mgh", "moe", "cde"],
-    output: Path | None = None,
+    output: Path,
     stage: str | None = None,
     limit: int | None = None,
     only: str | None = None,
     from_: str | None = None,
     unconfirmed: bool = False,
-    check: bool = False,
     mirror: Path | None = None,
     *,
     steps: StepOptions,
@@ -91,7 +90,6 @@ def prepare(
         only: Comma-separated names of the sources to make, including sources that are otherwise left out.
         from_: A collection that contains some sources with negatives, to use in place of their original data sets.
         unconfirmed: Whether to download also data sets that are not confirmed to be those of the recipe.
-        check: Whether to check only that each data set is available; nothing is written.
         mirror: A folder with the data sets as `ORGANISATION/NAME`, to use in place of the Hub.
         steps: The steps after the download.
     """
@@ -99,22 +97,21 @@ def prepare(
         raise OptionError("recipe", recipe, "must come first", f"write: {program()} prepare docstrings --output FOLDER")
     if limit is not None and limit < 1:
         raise OptionError("limit", limit, "must be >= 1", "leave it out for all rows")
-    table, hub = PublicTable.read(), Hub(mirror)
+    table = PublicTable.read()
     stages = table.stages_of(recipe, stage)
     wanted = [key for each in stages for key in each.wanted()]
-    names = None if only is None else only.split(",")
-    _check_names(table, recipe, wanted, names, from_)
-    places = {key: table.place_of(key, from_) for key in wanted if names is None or name_of(key) in names}
-    if check:
-        _check(places, hub)
-        return
-    if output is None:
-        raise OptionError("output", None, "must be given", "name the folder to write")
-    asked = names is not None or unconfirmed
+    known, collections = list(map(name_of, wanted)), table.collections(wanted)
+    names = known if only is None else only.split(",")
+    if not set(names) <= set(known):
+        hint = f"they are {one_line(', '.join(known), 400)}"
+        raise OptionError("only", only, f"must name sources of {recipe}", hint)
+    if from_ is not None and from_ not in collections:
+        rule = f"must be {' or '.join(collections)}" if collections else f"has no effect on {recipe}"
+        raise OptionError("from", from_, rule, "leave it out for each source's own data set")
+    places = {key: table.place_of(key, from_) for key in wanted if name_of(key) in names}
+    asked = only is not None or unconfirmed
     jobs = {key: place for key, place in places.items() if place.kind and (asked or place.confirmed)}
     left_out = {key: str(place.why_left_out) for key, place in places.items() if key not in jobs}
-    if names is not None and left_out:
-        raise OptionError("only", only, f"has sources that cannot be fetched ({_listed(left_out)})", "leave them out")
     if not any(place.decontaminate for place in jobs.values()):
         rule = "has no effect: the papers of these sources do not ask for it"
         refuse_given({"decontaminate": steps.decontaminate}, rule)
@@ -124,7 +121,7 @@ def prepare(
         work.check_options()
     # All downloads come first, so that the network is not needed while the devices work.
     actions: list[tuple[str, Callable[[], object]]] = [
-        (key, partial(fetch_source, jobs[key], work.fetched(key), hub, limit)) for work in works for key in work.keys
+        (key, partial(fetch_source, jobs[key], work.fetched(key), mirror, limit)) for work in works for key in work.keys
     ]
     if not steps.fetch_only:
         actions += [(key, partial(work.finish, key)) for work in works for key in work.keys]
@@ -141,48 +138,17 @@ def prepare(
     for work in works:
         print(work.summary(left_out))
     if failures:
-        what = f"{len(failures)} of {len(places)} sources could not be made: {_listed(failures)}"
+        listed = "; ".join(f"{name_of(key)} ({reason})" for key, reason in failures.items())
+        what = f"{len(failures)} of {len(places)} sources could not be made: {listed}"
         raise InputError(f"prepare {recipe}", what, "run the same command again for these, or train without them")
+
+
+# The steps of all sources use one model.
+_load = lru_cache(maxsize=1)(load_encoder)
 
 
 def name_of(key: str) -> str:
     return key.partition("/")[2]
-
-
-def _listed(reasons: Mapping[str, str]) -> str:
-    return "; ".join(f"{name_of(key)} ({reason})" for key, reason in reasons.items())
-
-
-def _check_names(
-    table: PublicTable, recipe: str, keys: Sequence[str], names: list[str] | None, collection: str | None
-) -> None:
-    known = list(map(name_of, keys))
-    if names is not None and not set(names) <= set(known):
-        hint = f"they are {one_line(', '.join(known), 400)}"
-        raise OptionError("only", ",".join(names), f"must name sources of {recipe}", hint)
-    collections = table.collections(keys)
-    if collection is not None and collection not in collections:
-        rule = f"must be {' or '.join(collections)}" if collections else f"has no effect on {recipe}"
-        raise OptionError("from", collection, rule, "leave it out for each source's own data set")
-
-
-def _check(places: Mapping[str, PublicSource], hub: Hub) -> None:
-    """Check that each data set is available, and print the answers; missing data sets are an error."""
-    rows, missing, answers = [["source", "data set", "found"]], {}, dict[str | None, str]()
-    for key, place in places.items():
-        try:
-            if place.kind is None:
-                found = f"cannot be fetched: {place.note}"
-            else:
-                answers.setdefault(place.repository, answers.get(place.repository) or hub.check(place))
-                found = answers[place.repository] + ("" if place.confirmed else ", not confirmed")
-        except InputError as error:
-            found, missing[key] = "missing", str(error)
-        rows.append([key, place.place, found])
-    print(format_table(rows, "<<<"))
-    if missing:
-        what = f"{len(missing)} of {len(places)} data sets are not available: {_listed(missing)}"
-        raise InputError("prepare --check", what, "leave them out, or find another copy")
 
 
 @dataclass
@@ -203,7 +169,6 @@ class StageWork:
         return self.output / f"{key}.parquet"
 
     def beside(self, key: str, kind: str) -> Path:
-        """A folder of clusters or vectors beside the target."""
         return self.target(key).parent / kind / name_of(key)
 
     def filters(self, key: str) -> bool:
@@ -222,12 +187,12 @@ class StageWork:
     def encoding(self, prompts: Mapping[str, Any]) -> dict[str, Any]:
         """The prompts and devices, as arguments of the steps."""
         texts = {name: prompts[name] for name in ("query_prompt", "document_prompt") if name in prompts}
-        encoding = EncodingOptions(precision=self.options.precision, devices=self.options.devices, **texts)
+        encoding = EncodingOptions(devices=self.options.devices, **texts)
         return {**encoding.prompts, "devices": encoding.device_names}
 
     def encoder(self, step: Mapping[str, Any]) -> Encoder:
         device = next(iter(self.encoding({})["devices"]), None)
-        return _load(self.options.teacher or step["model"], self.options.precision, device)
+        return _load(self.options.teacher or step["model"], self.options.precision, None, device)
 
     def check_options(self) -> None:
         named = [self.wanted[key].name for key in self.keys if self.places[key].decontaminate]
@@ -337,11 +302,6 @@ class StageWork:
         if made:
             lines.append(self.line(self.write_config()))
         return "\n".join(lines)
-
-
-@lru_cache(maxsize=1)
-def _load(name: str, precision: Precision, device: str | None) -> Encoder:
-    return load_encoder(name, precision, None, device)
 
 
 def _write_negatives(path: Path, documents: Path) -> None:

@@ -1,28 +1,22 @@
-"""Public data sets: the location of each source of a recipe, the conversion of its rows, and the download job.
+"""Public data sets: the location of each source of a recipe, and the conversion of its rows to a training file."""
 
-The job streams one data set into one file of training rows, in parts, so that it can resume after a kill.
-"""
-
-import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
 from embeddings.common.io import atomic_path, check_file_manifest, file_sha256, write_file_manifest
-from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
+from embeddings.common.jobs import finished_manifest, manifest_path, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import canonical, shorten
-from embeddings.data.readers import ask_commit, resolve_revision, unreachable
+from embeddings.data.readers import resolve_revision, unreachable
 from embeddings.data.records import (
     LABELLED_FIELDS,
     parse_labelled_text,
@@ -37,11 +31,6 @@ CONFIGS = (CHECKOUT or PACKAGE) / "lightning_configs" / "data"
 TABLE = "public_sources.yaml"
 # Environment variable at the start of the paths in data configs: the output folder of `prepare`.
 ROOT_VARIABLE = "EMBED_TRAIN_DATA"
-
-
-Row = Mapping[str, Any]
-# Field → its column, or several columns whose texts are joined (for `negatives`: collected in one list).
-Columns = Mapping[str, str | list[str]]
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -63,13 +52,13 @@ def names_of(columns: str | list[str]) -> list[str]:
     return [columns] if isinstance(columns, str) else columns
 
 
-def one_text(row: Row, names: str | list[str]) -> str:
+def one_text(row: Mapping[str, Any], names: str | list[str]) -> str:
     """The text of one column, or of several columns joined by spaces."""
     return " ".join(texts_of([row.get(name) for name in names_of(names)]))
 
 
-def convert(kind: str, row: Row, columns: Columns) -> dict[str, Any]:
-    """The row of the output file."""
+def convert(kind: str, row: Mapping[str, Any], columns: Mapping[str, str | list[str]]) -> dict[str, Any]:
+    """The row of the output file; `columns` maps a field to its column, or to several whose texts are joined."""
     texts = {
         name: one_text(row, names) for name, names in columns.items() if name not in ("negatives", "label", "score")
     }
@@ -168,17 +157,7 @@ class PublicSource:
 
 @dataclass(frozen=True)
 class Stage:
-    """The preparation steps for one data config (a file in `CONFIGS`, without its suffix); None skips a step.
-
-    Attributes:
-        recipe, stage: Name of the recipe, as in `prepare`, and its stage; None for a recipe with one stage.
-        run: A row of recipes.csv that uses the config.
-        mine: Teacher, number of negatives, prompt and levels of mining.
-        filter: Model, prompts and top k of the consistency filter.
-        cluster: The model for clustering.
-        vectors: Model and prompts of the vectors that identify false negatives.
-        data_changes: Changes of the data config that the output of these steps requires.
-    """
+    """The preparation steps for one data config (a file in `CONFIGS`, without its suffix); None skips a step."""
 
     recipe: str
     config: str
@@ -204,7 +183,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PublicTable:
-    """The table of all data configs and all sources, including the sources of collections."""
+    """The table of all data configs and all sources, including those of collections."""
 
     stages: Sequence[Stage]
     sources: Sequence[PublicSource]
@@ -212,7 +191,6 @@ class PublicTable:
     @classmethod
     @cache
     def read(cls, path: Path = CONFIGS / TABLE) -> Self:
-        """Read the table from a file."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         sources = [
             PublicSource(group["folder"], collection=group.get("collection"), **{**group.get("defaults", {}), **entry})
@@ -222,7 +200,6 @@ class PublicTable:
         return cls([Stage(**stage) for stage in content["stages"]], sources)
 
     def stages_of(self, recipe: str, stage: str | None) -> list[Stage]:
-        """All stages of a recipe, or only `stage`."""
         stages = [each for each in self.stages if each.recipe == recipe]
         chosen = [each for each in stages if stage in (None, each.stage)]
         if not chosen:
@@ -240,157 +217,89 @@ class PublicTable:
         return sorted({source.collection for source in self.sources if source.key in keys and source.collection})
 
 
-# Rows per part: the maximum that a kill loses, and that is in memory at once.
-PART_ROWS = 16_384
+# Rows that are converted and written at once.
+GROUP_ROWS = 16_384
 
 
-@dataclass(frozen=True)
-class Hub:
-    """Reads data sets from the Hub, or from the folder `mirror` with data sets in subfolders `ORGANISATION/NAME`."""
+def _stream(
+    source: PublicSource, subset: str | None, split: str | list[str], commit: str | None, mirror: Path | None
+) -> Iterator[Mapping[str, Any]]:
+    """The rows of one or several splits of a data set, without a copy on disk."""
+    from datasets import load_dataset  # slow to import
 
-    mirror: Path | None = None
-
-    def commit(self, source: PublicSource) -> str | None:
-        """The commit to read; None for a mirror."""
-        return None if self.mirror else resolve_revision(str(source.repository), source.revision)
-
-    def check(self, source: PublicSource) -> str:
-        """The folder or commit of a data set, without reading rows; raises `InputError` if it cannot be accessed."""
-        if self.mirror:
-            return self._path(source)
-        from huggingface_hub import HfApi
-
-        name = str(source.repository)
-        try:
-            HfApi().auth_check(name, repo_type="dataset")
-        except Exception as error:
-            raise unreachable(name, error) from error
-        return ask_commit(name, source.revision)
-
-    def load(self, source: PublicSource, subset: str | None, split: str, commit: str | None, **options: Any) -> Any:
-        """One split of a data set, by `datasets.load_dataset`."""
-        from datasets import load_dataset  # slow to import
-
-        path = self._path(source)
-        if source.data_files is not None:
-            options["data_files"] = source.data_files
-        try:
-            return load_dataset(path, subset, split=split, revision=commit, **options)
-        # `datasets` raises errors of several libraries, which change between its versions.
-        except Exception as error:
-            raise unreachable(str(source.repository), error) from error
-
-    def stream(self, source: PublicSource, commit: str | None) -> Any:
-        """The rows of a source as a `datasets.IterableDataset`, split after split, without a copy on disk."""
-        from datasets import concatenate_datasets
-
-        splits = [self.load(source, source.subset, name, commit, streaming=True) for name in names_of(source.split)]
-        try:
-            return splits[0] if len(splits) == 1 else concatenate_datasets(splits)
-        except Exception as error:
-            raise unreachable(str(source.repository), error) from error
-
-    def _path(self, source: PublicSource) -> str:
-        if self.mirror is None:
-            return str(source.repository)
-        folder = self.mirror / str(source.repository)
-        if not folder.is_dir():
-            raise InputError(f"hub:{source.repository}", f"is not in {self.mirror}", "download it to that folder")
-        return str(folder)
+    path = str(source.repository if mirror is None else mirror / str(source.repository))
+    if mirror is not None and not Path(path).is_dir():
+        raise InputError(f"hub:{source.repository}", f"is not in {mirror}", "download it to that folder")
+    options = {} if source.data_files is None else {"data_files": source.data_files}
+    try:
+        for name in names_of(split):
+            yield from load_dataset(path, subset, split=name, revision=commit, streaming=True, **options)
+    # `datasets` raises errors of several libraries, which change between its versions.
+    except Exception as error:
+        raise unreachable(str(source.repository), error) from error
 
 
-def fetch_source(source: PublicSource, output: Path, hub: Hub, limit: int | None = None) -> dict[str, Any]:
+def fetch_source(
+    source: PublicSource, output: Path, mirror: Path | None = None, limit: int | None = None
+) -> dict[str, Any]:
     """Write the first `limit` rows of a source, or every `every`-th, to a Parquet file; returns its manifest.
 
-    Rows are streamed and written in parts with the position in the source. A kill loses at most one part, and a resumed
-    process writes the same bytes. Rows without a text, and rows that the reader of the file would refuse, are left out
-    and counted. For `beir`, the documents are written to `NAME.corpus.parquet` too. A complete file is reused. A data
-    set that is missing, gated, changed or has no usable row, and another file at `output`, are an `InputError`.
+    Rows are streamed from the Hub, or from the folder `mirror` with data sets as `ORGANISATION/NAME`. Rows without a
+    text, and rows that the reader of the file would refuse, are left out and counted. For `beir`, the documents are
+    written to `NAME.corpus.parquet` too. A complete file is reused. A data set that is missing, gated, changed or has
+    no usable row, and another file at `output`, are an `InputError`.
     """
-    source = source if limit is None else replace(source, every=1)
     fields = {"kind": "public data", "source": source.recipe, "limit": limit}
     if (found := finished_manifest(output, fields)) is not None:
         return found
-    schema, _ = KINDS[str(source.kind)]
-    work = output.with_name(f"{output.name}.work")
-    with discard_on_user_error(work, unless=lambda: any(work.glob("*.parquet"))):
-        job = JobFolder(work, fields, {"commit": hub.commit(source)})
-        commit = job.fields["commit"]
-        if source.kind == "beir":
-            stream = _join(source, output, hub, commit, limit)
-            pairs = replace(source, every=1, rows=None, columns={name: name for name in ("query", "positive")})
-            facts = _write_parts(work, stream, pairs, None)
-        else:
-            facts = _write_parts(work, hub.stream(source, commit), source, limit)
+    commit = None if mirror else resolve_revision(str(source.repository), source.revision)
+    made = {"source": source.recipe, "commit": commit, "licence": source.licence}
+    (schema, parse), columns = KINDS[str(source.kind)], source.columns
+    every = source.every if limit is None else 1
+    if source.kind == "beir":
+        rows, columns = _join(source, output, mirror, limit, made), {"query": "query", "positive": "positive"}
+    else:
+        rows = islice(_stream(source, source.subset, source.split, commit, mirror), 0, limit, every)
+    used = {name for names in columns.values() for name in names_of(names)}
+    facts: dict[str, Any] = {"rows": 0, "left_out": 0, "left_out_first": None}
+    with (
+        _output(output, schema, {**fields, **made}, facts) as write,
+        progress_bar(limit or (source.rows and -(-source.rows // every)), source.key, "row") as bar,
+    ):
+        while group := list(islice(rows, GROUP_ROWS)):
+            if missing := sorted(used - set(group[0])):
+                what = f"has no column {missing[0]!r} among {shorten(', '.join(map(str, group[0])), 80)}"
+                raise InputError(f"hub:{source.repository}", what, "the data set has changed; leave the source out")
+            records = []
+            for number, row in enumerate(group, facts["rows"] + facts["left_out"] + 1):
+                try:
+                    record = convert(str(source.kind), row, columns)
+                    parse(record, {}, f"row {number}")
+                    records.append(record)
+                # Python errors come from cells of an unexpected type, such as a score that is not a number.
+                except (InputError, KeyError, TypeError, ValueError) as fault:
+                    facts["left_out_first"] = facts["left_out_first"] or str(fault)
+            facts["rows"] += len(records)
+            facts["left_out"] += len(group) - len(records)
+            write(pa.Table.from_pylist(records, schema))
+            bar.update(len(records))
         if not facts["rows"]:
             reason = f" ({facts['left_out_first']})" if facts["left_out"] else ""
-            shutil.rmtree(work)
             raise InputError(f"hub:{source.repository}", f"has no usable row{reason}", "leave the source out")
-        with _output(output, schema, {**fields, **facts, "commit": commit, "licence": source.licence}) as write:
-            for part in sorted(work.glob("*.parquet")):
-                write(pq.read_table(part).replace_schema_metadata(None))
-    shutil.rmtree(work)
     if facts["left_out"]:
         logger.warning("%s: %d rows left out (%s)", source.key, facts["left_out"], facts["left_out_first"])
     return check_file_manifest(manifest_path(output), fields)
 
 
-def _write_parts(work: Path, stream: Any, source: PublicSource, limit: int | None) -> dict[str, Any]:
-    """Write the missing parts; returns the number of rows written, read and left out, and the first reason."""
-    kind, columns = str(source.kind), {name for names in source.columns.values() for name in names_of(names)}
-    schema, parse = KINDS[kind]
-    parts = sorted(work.glob("*.parquet"))
-    facts: dict[str, Any] = {"rows": 0, "read": 0, "left_out": 0, "left_out_first": None}
-    if parts:
-        try:
-            note = json.loads(pq.read_schema(parts[-1]).metadata[b"note"])
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
-            raise InputError(str(parts[-1]), "is damaged", "delete it, and run again") from None
-        facts = note["facts"]
-        stream.load_state_dict(note["state"])
-    rows = islice(_rows(stream, source), None if limit is None else limit - facts["read"])
-    total = limit or (source.rows and -(-source.rows // source.every))
-    with progress_bar(total, source.key, "row", initial=facts["rows"]) as bar:
-        # Stops after PART_ROWS * every rows, so that the next part starts at a multiple of `every`.
-        while group := list(islice(rows, 0, PART_ROWS * source.every, source.every)):
-            if missing := sorted(columns - set(group[0])):
-                what = f"has no column {missing[0]!r} among {shorten(', '.join(map(str, group[0])), 80)}"
-                raise InputError(f"hub:{source.repository}", what, "the data set has changed; leave the source out")
-            records = []
-            for number, row in enumerate(group, facts["read"] + 1):
-                try:
-                    record = convert(kind, row, source.columns)
-                    parse(record, {}, f"row {number}")
-                    records.append(record)
-                # Python errors come from cells of an unexpected type, such as a score that is not a number.
-                except (InputError, KeyError, TypeError, ValueError) as fault:
-                    facts["left_out"] += 1
-                    facts["left_out_first"] = facts["left_out_first"] or str(fault)
-            facts["read"] += len(group)
-            facts["rows"] += len(records)
-            note = {"facts": facts, "state": stream.state_dict()}
-            table = pa.Table.from_pylist(records, schema.with_metadata({"note": json.dumps(note)}))
-            parts.append(work / f"rows-{len(parts):05d}.parquet")
-            with atomic_path(parts[-1]) as temporary:
-                pq.write_table(table, temporary, compression="zstd")
-            bar.update(len(records))
-    return facts
-
-
-def _rows(stream: Any, source: PublicSource) -> Iterator[Row]:
-    try:
-        yield from stream
-    except Exception as error:
-        raise unreachable(str(source.repository), error) from error
-
-
 @contextmanager
-def _output(output: Path, schema: pa.Schema, fields: Mapping[str, Any]) -> Iterator[Callable[[pa.Table], None]]:
+def _output(
+    output: Path, schema: pa.Schema, fields: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Iterator[Callable[[pa.Table], None]]:
     """Write a file with a manifest; the file comes last, so it never exists without a manifest."""
     with atomic_path(output) as temporary:
         with table_writer(temporary, schema) as write:
             yield write
-        write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(temporary)})
+        write_file_manifest(manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
 
 
 def corpus_path(output: Path) -> Path:
@@ -398,38 +307,32 @@ def corpus_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.corpus.parquet")
 
 
-def _join(source: PublicSource, output: Path, hub: Hub, commit: str | None, limit: int | None) -> Any:
-    """The pair of each qrel above 0, in the order of the qrels, as an `IterableDataset`; writes the documents' file.
+def _join(
+    source: PublicSource, output: Path, mirror: Path | None, limit: int | None, made: Mapping[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    """The pair of each qrel above 0, in the order of the qrels; writes the documents' file.
 
     With a limit, only the documents of the pairs are written. A qrel with a missing text becomes a row without a text,
-    which is left out later. The Arrow files of the tables are in the folder of the job.
+    which is left out later.
     """
-    from datasets import Dataset
-
-    cache = str(output.with_name(f"{output.name}.work") / "cache")
     qrels, queries, corpus = (
-        hub.load(source, subset, split, commit, cache_dir=cache)
-        for subset, split in (("default", str(source.split)), ("queries", "queries"), ("corpus", "corpus"))
+        _stream(source, subset, split, made["commit"], mirror)
+        for subset, split in (("default", source.split), ("queries", "queries"), ("corpus", "corpus"))
     )
     judged = ((str(row["query-id"]), str(row["corpus-id"])) for row in qrels if float(row["score"]) > 0)
-    pairs = list(islice(judged, 0, limit, source.every))
+    pairs = list(islice(judged, 0, limit, source.every if limit is None else 1))
     asked, relevant = {query for query, _ in pairs}, {document for _, document in pairs}
     query_texts = {str(row["_id"]): one_text(row, "text") for row in queries if str(row["_id"]) in asked}
     document_texts = {}
-    fields = {"kind": "public corpus", "source": source.recipe, "commit": commit, "licence": source.licence}
-    with _output(corpus_path(output), _CORPUS, fields) as write:
-        for batch in corpus.iter(PART_ROWS):
+    with _output(corpus_path(output), _CORPUS, {"kind": "public corpus", **made}, {}) as write:
+        while group := list(islice(corpus, GROUP_ROWS)):
             documents = []
-            for number, name in enumerate(map(str, batch["_id"])):
-                row = {field: batch[field][number] for field in ("title", "text") if field in batch}
-                if text := one_text(row, ["title", "text"]):
-                    if name in relevant:
-                        document_texts[name] = text
-                    if limit is None or name in relevant:
-                        documents.append({"_id": name, **{field: one_text(row, field) for field in ("title", "text")}})
+            for row in group:
+                name, text = str(row["_id"]), one_text(row, ["title", "text"])
+                if text and name in relevant:
+                    document_texts[name] = text
+                if text and (limit is None or name in relevant):
+                    documents.append({"_id": name, "title": one_text(row, "title"), "text": one_text(row, "text")})
             write(pa.Table.from_pylist(documents, _CORPUS))
-    texts = {
-        "query": [query_texts.get(query, "") for query, _ in pairs],
-        "positive": [document_texts.get(name, "") for _, name in pairs],
-    }
-    return Dataset.from_dict(texts).to_iterable_dataset()
+    for query, document in pairs:
+        yield {"query": query_texts.get(query, ""), "positive": document_texts.get(document, "")}

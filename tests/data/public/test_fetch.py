@@ -1,4 +1,4 @@
-"""Fetching: every kind through the `datasets` library, resuming after kills, and missing or changed data sets."""
+"""Fetching: every kind through the `datasets` library, and missing or changed data sets."""
 
 import json
 from dataclasses import replace
@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.io import atomic_path, file_sha256
+from embeddings.common.io import file_sha256
 from embeddings.data import SourceConfig
 from embeddings.data import public as module
-from embeddings.data.public import Hub, PublicTable, fetch_source
+from embeddings.data.public import PublicTable, fetch_source
 from embeddings.data.store import open_cached
 from tests.data.public.mirror import answer, question, write_data_set, write_mirror
 from tests.helpers.refusals import refused
@@ -50,9 +50,9 @@ def place(name):
 
 
 def fetched(source, folder, num_rows=20, limit=None, **changes):
-    hub = Hub(write_mirror(folder / "hub", [source], num_rows, **changes))
+    mirror = write_mirror(folder / "hub", [source], num_rows, **changes)
     output = folder / "out" / f"{source.name}.parquet"
-    manifest = fetch_source(source, output, hub, limit)
+    manifest = fetch_source(source, output, mirror, limit)
     return output, manifest, pq.read_table(output).to_pylist()
 
 
@@ -73,6 +73,15 @@ def test_each_kind_is_converted_to_rows_that_training_reads(name, tmp_path):
         assert all(row["text"] and row["label"] for row in rows)
     cached = open_cached(SourceConfig("fetched", str(output), conversion))
     assert len(cached.table) == count * (2 if conversion == "sts" else 1)
+
+
+def test_groups_of_rows_give_the_file_of_one_group(tmp_path, monkeypatch):
+    source = replace(place("several splits"), every=2)
+    whole, one = fetched(source, tmp_path / "a", num_rows=21)[1:]
+    monkeypatch.setattr(module, "GROUP_ROWS", 4)
+    grouped, other = fetched(source, tmp_path / "b", num_rows=21)[1:]
+    assert other == one
+    assert grouped["rows"] == whole["rows"] == -(-13 * 21 // 2)
 
 
 def test_a_negative_that_is_the_query_or_a_positive_is_removed(tmp_path):
@@ -99,7 +108,6 @@ def test_queries_corpus_and_qrels_are_joined_into_one_pair_per_qrel(tmp_path):
     documents = pq.read_table(output.with_name("scifact.corpus.parquet")).to_pylist()
     assert [row["_id"] for row in documents] == [f"d{row}" for row in range(32)]
     assert set(documents[0]) == {"_id", "title", "text"}
-    assert not list(output.parent.glob("*.work"))
 
 
 def test_a_limit_takes_the_first_rows_with_their_documents_and_without_it_every_kth_row_is_used(tmp_path):
@@ -107,10 +115,10 @@ def test_a_limit_takes_the_first_rows_with_their_documents_and_without_it_every_
     assert [row["query"] for row in rows] == [question(row) for row in range(5)]
     assert pq.read_metadata(output.with_name("scifact.corpus.parquet")).num_rows == 5
     assert manifest["limit"] == 5
-    polarity, hub = place("nv_embed/amazon_polarity"), Hub(tmp_path / "b" / "hub")
+    polarity = place("nv_embed/amazon_polarity")
     output, _, rows = fetched(polarity, tmp_path / "b", limit=7)
     assert len(rows) == 7
-    refused(InputError, "field 'limit' is 7, expected 8", fetch_source, polarity, output, hub, 8)
+    refused(InputError, "field 'limit' is 7, expected 8", fetch_source, polarity, output, tmp_path / "b" / "hub", 8)
     reviews = place("nv_embed/amazon_reviews")
     assert reviews.every == 5
     rows = fetched(reviews, tmp_path / "c")[2]
@@ -124,7 +132,7 @@ def test_rows_without_a_text_or_with_cells_of_another_type_are_left_out_and_coun
         return rows
 
     _, manifest, rows = fetched(place("pairs"), tmp_path, change=change)
-    assert (manifest["rows"], manifest["read"], manifest["left_out"]) == (18, 20, 2)
+    assert (manifest["rows"], manifest["left_out"]) == (18, 2)
     assert "row 4: positive" in manifest["left_out_first"]
     assert rows[3]["positive"] == ["a b"]
     assert "2 rows left out" in caplog.text
@@ -141,71 +149,14 @@ def test_rows_without_a_text_or_with_cells_of_another_type_are_left_out_and_coun
     assert len(fetched(place("beir"), tmp_path / "b", change=as_text)[2]) == 20
 
 
-class Killed(BaseException):
-    """Ends a process; no code catches it."""
-
-
-def kill_after_one_part(monkeypatch):
-    """Each process ends before its second part."""
-    monkeypatch.setattr(module, "PART_ROWS", 4)
-    written = []
-
-    def write(path):
-        if path.name.startswith("rows-"):
-            if written:
-                written.clear()
-                raise Killed
-            written.append(path)
-        return atomic_path(path)
-
-    monkeypatch.setattr(module, "atomic_path", write)
-
-
-@pytest.mark.parametrize("name", ["several splits", "JSON lines", "beir", "passages and converted files"])
-def test_a_killed_job_resumes_after_its_last_part_with_the_same_bytes(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PART_ROWS", 4)
-    source = replace(place(name), every=2)
-    if name == "several splits":
-        source = replace(source, split=source.split[:3])
-    whole, _, rows = fetched(source, tmp_path / "whole", num_rows=21)
-    hub, output = Hub(tmp_path / "whole" / "hub"), tmp_path / "again.parquet"
-    kill_after_one_part(monkeypatch)
-    kills = 0
-    for _ in range(40):
-        try:
-            fetch_source(source, output, hub)
-            break
-        except Killed:
-            kills += 1
-    assert kills == -(-len(rows) // 4) - 1 > 1
-    assert output.read_bytes() == whole.read_bytes()
-    if name == "beir":
-        names = [path.with_name(f"{path.stem}.corpus.parquet") for path in (output, whole)]
-        assert names[0].read_bytes() == names[1].read_bytes()
-
-
-def test_a_truncated_part_is_named(tmp_path, monkeypatch):
-    source = place("pairs")
-    hub = Hub(write_mirror(tmp_path / "hub", [source], 20))
-    kill_after_one_part(monkeypatch)
-    with pytest.raises(Killed):
-        fetch_source(source, tmp_path / "a.parquet", hub)
-    monkeypatch.undo()
-    (last,) = tmp_path.glob("a.parquet.work/*.parquet")
-    last.write_bytes(last.read_bytes()[:50])
-    refused(InputError, "is damaged; delete it, and run again", fetch_source, source, tmp_path / "a.parquet", hub)
-    last.unlink()
-    assert fetch_source(source, tmp_path / "a.parquet", hub)["rows"] == 20
-
-
 def test_a_finished_file_is_kept_and_a_foreign_one_refused(tmp_path):
     source = place("pairs")
     output, manifest, _ = fetched(source, tmp_path)
-    again = fetch_source(source, output, Hub(tmp_path / "nowhere"))
+    again = fetch_source(source, output, tmp_path / "nowhere")
     assert again["output_sha256"] == manifest["output_sha256"]
     output.write_bytes(b"other")
     says = "is not the file that its manifest describes"
-    refused(InputError, says, fetch_source, source, output, Hub(tmp_path / "hub"))
+    refused(InputError, says, fetch_source, source, output, tmp_path / "hub")
 
 
 def test_a_missing_changed_or_empty_data_set_is_reported_in_one_line_and_leaves_no_file(tmp_path):
@@ -219,5 +170,5 @@ def test_a_missing_changed_or_empty_data_set_is_reported_in_one_line_and_leaves_
     ):
         if subsets is not None:
             write_data_set(tmp_path / "hub" / str(source.repository), subsets)
-        refused(InputError, says, fetch_source, source, tmp_path / "out.parquet", Hub(tmp_path / "hub"))
+        refused(InputError, says, fetch_source, source, tmp_path / "out.parquet", tmp_path / "hub")
         assert not list(tmp_path.glob("out*"))
