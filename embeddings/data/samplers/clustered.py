@@ -7,7 +7,7 @@ from functools import partial
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +80,6 @@ def write_cluster_files(
     }
 
 
-AcrossRanks = Literal["auto", "one_block", "own_blocks"]
 Order = NDArray[np.int32]
 SAMPLE = 2048
 # Up to this size, sorting the hashes of a complete cluster is faster than computing the few needed positions.
@@ -193,15 +192,14 @@ class ClusteredBatchSampler(BatchSampler):
     """Every batch contains rows of one source from one cluster or from neighbouring clusters.
 
     In each epoch the clusters of each source are concatenated in a new order and split into blocks (see
-    `PackedClusters`). The blocks of all sources are then shuffled together. `across_ranks` has two modes:
-    `one_block`: a step is one block of global_batch_size rows; each rank takes a slice of it. Use it if candidates are
-        gathered across ranks: all negatives of a query are its neighbours.
-    `own_blocks`: a block has batch_size rows, and each rank takes a different block, possibly of another source. The
-        paper shares no candidates between GPUs (abstract); its release then uses a separate batch on each GPU.
+    `PackedClusters`). The blocks of all sources are then shuffled together. If the loss gathers candidates across
+    ranks, a step is one block of global_batch_size rows, and each rank takes a slice of it: all negatives of a query
+    are its neighbours. Otherwise (`gather_across_devices: false`) a block has batch_size rows, and each rank takes a
+    different one, possibly of another source, as in the release.
 
-    In an epoch no row is repeated. Rows of a source that do not fill a block are left out, and with `own_blocks` also
-    fewer blocks than ranks; these rows differ between epochs. With `own_blocks` the batches depend on batch_size and
-    the number of ranks, not only on their product.
+    In an epoch no row is repeated. Rows of a source that do not fill a block are left out, and of separate blocks also
+    fewer than ranks; these rows differ between epochs. With separate blocks the batches depend on batch_size and the
+    number of ranks, not only on their product.
 
     Args:
         sizes, batch_size, seed: As in `BlendedBatchSampler`.
@@ -210,8 +208,6 @@ class ClusteredBatchSampler(BatchSampler):
             name for each source. Environment variables (`$DATA`, `${DATA}`) and `~` are expanded.
         order: `nearest`: a greedy tour from each cluster to the nearest unvisited one, so that the clusters of a batch
             are similar; `random`: a random order.
-        across_ranks: `one_block` or `own_blocks`, above; `auto`: `own_blocks` if the loss of the module does not gather
-            candidates (`gather_across_devices: false`), else `one_block`.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: see `nearest_order` and
         `PackedClusters`.
@@ -226,18 +222,13 @@ class ClusteredBatchSampler(BatchSampler):
         *,
         clusters: str | dict[str, str],
         order: Literal["nearest", "random"] = "nearest",
-        across_ranks: AcrossRanks = "auto",
     ) -> None:
         super().__init__(batch_size, seed)
         self._first_rows = list(accumulate(sizes, initial=0))
         if weights is not None and len(set(weights)) > 1:
             rule = "cannot take effect, because every row is used once per epoch"
             raise OptionError("data.sources[].weight", list(weights), rule, "leave the weights out")
-        if across_ranks not in get_args(AcrossRanks):
-            rule = f"must be one of {list(get_args(AcrossRanks))}"
-            raise OptionError("sampler.across_ranks", across_ranks, rule, "leave it out for auto")
         self.sizes, self.order, self.clusters = tuple(sizes), order, clusters
-        self.across_ranks: AcrossRanks = across_ranks
         self._gathers_candidates = True
         self._folders: tuple[ClusterFolder, ...] = ()
         self._packed: dict[int, tuple[tuple[int, int], PackedClusters]] = {}
@@ -265,7 +256,7 @@ class ClusteredBatchSampler(BatchSampler):
         steps = self._last_blocks()[-1] // self._blocks_per_step
         if steps == 0:
             rule = f"must leave a block for each of {self._blocks_per_step} ranks"
-            raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or set across_ranks: one_block")
+            raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or add data")
         return steps
 
     def plan_fields(self) -> dict[str, int | str]:
@@ -284,8 +275,7 @@ class ClusteredBatchSampler(BatchSampler):
     @property
     def _blocks_per_step(self) -> int:
         """Blocks per step: one, or one for each rank."""
-        own_blocks = not self._gathers_candidates if self.across_ranks == "auto" else self.across_ranks == "own_blocks"
-        return self.rank_and_size[1] if own_blocks else 1
+        return 1 if self._gathers_candidates else self.rank_and_size[1]
 
     @property
     def _block_size(self) -> int:

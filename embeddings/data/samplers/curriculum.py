@@ -91,8 +91,6 @@ class CurriculumBatchSampler(BatchSampler):
         missing_level: For rows that lack a level: `refuse` ends the run before its first step. `coarser` uses the
             nearest coarser level of the row, or no hard negatives if it has none. Negatives without levels are used at
             every step.
-        total_steps: Optimiser steps over which the levels are spread, or None for the steps of the run. A longer run
-            stays at the last level.
 
     Source: MGH, §2.1 and §4.1. Differs: see `level_of`.
     """
@@ -109,13 +107,10 @@ class CurriculumBatchSampler(BatchSampler):
         fractions: Sequence[float] | None = None,
         level: int | None = None,
         missing_level: MissingLevel = "refuse",
-        total_steps: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed)
         if order not in get_args(LevelOrder):
             raise OptionError("sampler.order", order, f"must be one of {list(get_args(LevelOrder))}", "choose one")
-        if total_steps is not None and total_steps < 1:
-            raise OptionError("sampler.total_steps", total_steps, "must be >= 1", "leave it out")
         if order != "fixed" and level is not None:
             raise OptionError("sampler.level", level, f"cannot take effect with order {order}", "set order: fixed")
         if order == "fixed" and (level is None or not 1 <= level <= NUM_LEVELS):
@@ -125,9 +120,8 @@ class CurriculumBatchSampler(BatchSampler):
         self.fractions = EQUAL_FRACTIONS if fractions is None else _checked(fractions)
         self.level = level
         self.missing_level: MissingLevel = missing_level
-        self.total_steps = total_steps
         self.inner = inner(sizes, batch_size, seed, [1.0] * len(sizes) if weights is None else weights)
-        self._run: RunLength | None = None
+        self._run = RunLength(batches_per_epoch=1)
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         self.inner.identify(sources)
@@ -148,13 +142,12 @@ class CurriculumBatchSampler(BatchSampler):
         """Set the length of the run; it must be known, and accumulate evenly."""
         self.inner.set_run(run)
         self._run = run
-        if self.order == "fixed":
-            return
-        if run.accumulate_grad_batches is None:
+        if self.level is None and run.accumulate_grad_batches is None:
             rule = "makes the optimiser step of a batch, and so its level, unknown"
             fix = "set trainer.accumulate_grad_batches to one number"
             raise OptionError("trainer.callbacks", "GradientAccumulationScheduler", rule, fix)
-        self._curriculum_steps(run)
+        if self.level is None:
+            _ = self._total_steps
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -171,12 +164,10 @@ class CurriculumBatchSampler(BatchSampler):
         return self.inner.global_batch(epoch, step)
 
     def level_rule(self, epoch: int, step: int) -> LevelRule:
-        """The hard negatives that the batch at `step` of an epoch may use."""
         if self.level is not None:
             return LevelRule(self.level)
-        run = self._run or RunLength(self.num_steps)
-        optimiser_step, total_steps = run.step_of(epoch, step), self._curriculum_steps(run)
-        level = level_of(optimiser_step, total_steps, self.order, self.fractions, seed=self.seed)
+        total_steps = self._total_steps
+        level = level_of(self._run.step_of(epoch, step), total_steps, self.order, self.fractions, seed=self.seed)
         return LevelRule(level, cumulative=self.order == "cumulative")
 
     def plan_fields(self) -> dict[str, int | str]:
@@ -185,22 +176,20 @@ class CurriculumBatchSampler(BatchSampler):
         fields = {**inner, "sampler": kind, "level_order": self.order, "missing_level": self.missing_level}
         if self.level is not None:
             return {**fields, "level": self.level}
-        run = self._run or RunLength(self.num_steps)
         return {
             **fields,
             "fractions": ",".join(map(str, self.fractions)),
-            "total_steps": self._curriculum_steps(run),
-            "accumulate_grad_batches": run.accumulate_grad_batches or 1,
-            "batches_per_epoch": run.batches_per_epoch,
+            "total_steps": self._total_steps,
+            "accumulate_grad_batches": self._run.accumulate_grad_batches or 1,
+            "batches_per_epoch": self._run.batches_per_epoch,
         }
 
-    def _curriculum_steps(self, run: RunLength) -> int:
+    @property
+    def _total_steps(self) -> int:
         """Optimiser steps over which the levels are spread."""
-        total_steps = self.total_steps or run.total_steps
-        if total_steps is None:
-            rule = "must be known to spread the levels over it"
-            raise OptionError("sampler.total_steps", None, rule, "set trainer.max_steps or max_epochs")
-        return total_steps
+        if self._run.total_steps is None:
+            raise OptionError("trainer.max_steps", None, "must be known to spread the levels", "set it, or max_epochs")
+        return self._run.total_steps
 
 
 def _checked(fractions: Sequence[float]) -> tuple[float, ...]:

@@ -44,11 +44,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def make(root):
-    def maker(batch_size=4, **options):
+    def maker(batch_size=4, gathers=True, **options):
         names = options.pop("names", NAMES)
         sizes = options.pop("sizes", [SIZES[name] for name in names])
         sampler = ClusteredBatchSampler(sizes, batch_size, **{"clusters": str(root), **options})
         sampler.identify([SourceIdentity(name, f"key of {name}") for name in names])
+        sampler.set_needs(BatchNeeds(gathers_candidates=gathers))
         return sampler
 
     return maker
@@ -95,7 +96,7 @@ def test_a_damaged_missing_or_foreign_folder_is_named_in_one_line(name, tmp_path
     refused(InputError, "no manifest", ClusterFolder, tmp_path)
 
 
-OWN = {"across_ranks": "own_blocks"}
+OWN = {"gathers": False}
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
@@ -174,7 +175,6 @@ def test_batches_of_a_tour_have_clusters_closer_to_each_other_than_by_chance(tmp
     ("options", "message"),
     [
         ({"batch_size": 91}, r"data\.batch_size must not exceed the 90 rows of the largest source, got 91; lower it"),
-        ({"across_ranks": "each"}, r"sampler\.across_ranks must be one of \['auto', 'one_block', 'own_blocks'\]"),
         ({"weights": [1, 2, 1]}, "cannot take effect, because every row is used once"),
         ({"clusters": {"first": "a", "second": "b"}}, "must name the clusters of source 'third'"),
         ({"clusters": dict.fromkeys([*NAMES, "fourth"], "a")}, r"must be one of the sources .* got 'fourth'"),
@@ -187,7 +187,7 @@ def test_invalid_options_are_refused_in_one_line(make, options, message):
 def test_a_batch_larger_than_the_sources_of_all_ranks_is_refused(make):
     says = r"largest source \(batch_size x 2 ranks\), got 46"
     refused(OptionError, says, len, placed(make(46), 0, 2))
-    says = r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block"
+    says = r"must leave a block for each of 2 ranks, got 46; lower it, or add data"
     refused(OptionError, says, len, placed(make(46, **OWN), 0, 2))
 
 
@@ -227,10 +227,7 @@ def test_the_blocks_of_ranks_depend_on_whether_the_module_gathers_candidates(tmp
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
     plan = data._make_plan(data.sizes, module)
-    by_hand = ClusteredBatchSampler([23, 14], 4, across_ranks="one_block" if gathers else "own_blocks", **clusters)
-    for each in (plan, by_hand):
-        each.identify(data.mixture.identities)
-    assert rows_of(plan) == rows_of(by_hand)
+    plan.identify(data.mixture.identities)
     assert len(plan) == (2 + 1 if gathers else (5 + 3) // 2)
 
 

@@ -88,7 +88,7 @@ def test_the_rows_are_those_of_the_inner_sampler(make):
 def test_a_run_with_another_curriculum_or_other_steps_does_not_resume(make):
     for change in (
         *({"order": "reverse"}, {"order": "fixed", "level": 2}, {"fractions": [0.4, 0.3, 0.2, 0.1]}),
-        *({"total_steps": 99}, {"missing_level": "coarser"}),
+        {"missing_level": "coarser"},
     ):
         refused(OptionError, "as in the checkpoint", make(**change).check_same_plan, make().plan_fields())
     run = RunLength(batches_per_epoch=10, total_steps=20)
@@ -134,7 +134,6 @@ def test_a_batch_has_the_level_of_its_update_and_only_cumulative_curricula_keep_
         ({"order": "fixed"}, r"sampler\.level must be from 1 \(hardest\) to 4 .* with order fixed, got None"),
         ({"order": "fixed", "level": 5}, r"sampler\.level must be from 1 .* got 5"),
         ({"level": 2}, r"sampler\.level cannot take effect with order coarse_to_fine, got 2; set order: fixed"),
-        ({"total_steps": 0}, r"sampler\.total_steps must be >= 1, got 0"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options, message):
@@ -144,7 +143,7 @@ def test_invalid_options_are_refused_in_one_line(options, message):
 @pytest.mark.parametrize(
     ("run", "options", "message"),
     [
-        (RunLength(10), {}, r"sampler\.total_steps must be known .* got None; set trainer\.max_steps or max_epochs"),
+        (RunLength(10), {}, r"trainer\.max_steps must be known .* got None; set it, or max_epochs"),
         (RunLength(10, None, 20), {}, r"GradientAccumulationScheduler.* set trainer\.accumulate_grad_batches"),
     ],
 )
@@ -152,10 +151,9 @@ def test_a_run_that_a_curriculum_does_not_fit_is_refused(run, options, message):
     refused(OptionError, message, CurriculumBatchSampler([40], 4, **options).set_run, run)
 
 
-def test_a_fixed_level_needs_no_length_and_a_curriculum_may_have_its_own():
+def test_a_fixed_level_needs_no_length():
     for run in (RunLength(10), RunLength(10, None, 20), RunLength(1, 1, 1)):
         assert set(rules(run, 4, order="fixed", level=2)) == {LevelRule(2)}
-    CurriculumBatchSampler([40], 4, total_steps=4).set_run(RunLength(10))
 
 
 # 24 records with one negative per level: six batches of four per epoch.
@@ -244,18 +242,6 @@ def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(tmp_
     data_module(tmp_path).prepare_data()
     for result in run_on_two_ranks(levels_on_two_ranks):
         check_ledger(result["seen"], 4, "coarse_to_fine", num_texts=2)
-
-
-def test_a_curriculum_longer_than_the_run_continues_in_the_next_run(tmp_path):
-    """With `total_steps`, a curriculum is longer than a run that ends early."""
-    seen = []
-    for max_steps, checkpoint in ((7, None), (16, tmp_path / "step=7.ckpt")):
-        module = LevelLedger()
-        saving = ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1, filename="{step}")
-        trainer = quiet_trainer(enable_checkpointing=True, max_steps=max_steps, callbacks=[saving])
-        trainer.fit(module, data_module(tmp_path, total_steps=16), ckpt_path=checkpoint)
-        seen += module.rows
-    assert [row[:2] for row in seen] == [[step, 4 - step // 4] for step in range(16)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -7,9 +7,9 @@ import pytest
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
-from embeddings.common import OptionError
+from embeddings.common import BatchNeeds, OptionError
 from embeddings.data import ResumableLoader
-from embeddings.data.samplers.base import BlendedBatchSampler, HomogeneousBatchSampler, SourceIdentity
+from embeddings.data.samplers.base import BlendedBatchSampler, HomogeneousBatchSampler, RunLength, SourceIdentity
 from embeddings.data.samplers.clustered import ClusteredBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from tests.data.cluster_folders import write_clusters
@@ -20,9 +20,9 @@ SIZES = [50, 7, 27]
 SAMPLERS = {
     "blended": (BlendedBatchSampler, {}),
     "homogeneous": (HomogeneousBatchSampler, {}),
-    "curriculum": (CurriculumBatchSampler, {"total_steps": 24, "order": "random"}),
+    "curriculum": (CurriculumBatchSampler, {"order": "random"}),
     "clustered": (ClusteredBatchSampler, {}),
-    "own blocks": (ClusteredBatchSampler, {"across_ranks": "own_blocks"}),
+    "own blocks": (ClusteredBatchSampler, {}),
 }
 
 
@@ -43,6 +43,8 @@ def make(request, clusters):
     def maker(batch_size=6, sizes=SIZES, **options):
         sampler = kind(sizes, batch_size, **fixed | options)
         sampler.identify([SourceIdentity(str(number), f"key {number}") for number in range(len(SIZES))])
+        sampler.set_needs(BatchNeeds(gathers_candidates=request.param != "own blocks"))
+        sampler.set_run(RunLength(12, total_steps=24))
         return sampler
 
     return maker
