@@ -287,10 +287,8 @@ def test_prepare_docstrings_passes_on_its_options(tmp_path, monkeypatch):
     calls = []
     prepare = "embeddings.cli.quickstart.prepare_docstrings"
     monkeypatch.setattr(prepare, lambda output, **options: calls.append((output, options)))
-    words = ["prepare", "docstrings", "--output", str(tmp_path / "out")]
-    assert main([*words, "--force", "true"]) == main([*words, "--max-rows", "9"]) == 0
-    options = [{"force": True, "max_rows": None}, {"force": False, "max_rows": 9}]
-    assert calls == [(tmp_path / "out", each) for each in options]
+    assert main(["prepare", "docstrings", "--output", str(tmp_path / "out"), "--max-rows", "9"]) == 0
+    assert calls == [(tmp_path / "out", {"max_rows": 9})]
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
