@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,12 +18,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import planned_place
-from embeddings.common.errors import InputError, OptionError, UserError, run_checks
+from embeddings.common.errors import OptionError, UserError, run_checks
 from embeddings.common.io import check_manifest
 from embeddings.common.process import STOP_SIGNALS, block_signals, logger
 from embeddings.common.protocols import BatchNeeds, KeepsArguments, NeedsBatches, RunData, TextModule, TokenizedModule
 from embeddings.common.random import run_seed
-from embeddings.common.text import TextSettings, check_tokenizer_files, load_tokenizer_files
+from embeddings.common.text import TextSettings
 from embeddings.data.checks import (
     check_instruction,
     check_labels,
@@ -171,7 +170,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         num_workers: int,
         cache_dir: str | None,
         seed: int | None,
-        tokenizer: str | None,
     ) -> None:
         super().__init__()
         if not sources:
@@ -181,7 +179,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         check_minimum("num_workers", num_workers, 0)
         self._planned_sources = sources
         self.batch_size, self.sampler, self.num_workers = batch_size, sampler, num_workers
-        self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
+        self.cache_dir, self.seed = cache_dir, run_seed(seed)
         self._loader: ResumableLoader | None = None
         self._pending_state: dict[str, Any] | None = None
         self._expected_plan: dict[str, int | str] | None = None
@@ -294,21 +292,6 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
 
-    def _base_tokenizer(self, module: Any) -> PreTrainedTokenizerBase:
-        """The tokenizer of the option, or else of the module."""
-        if self.tokenizer is not None:
-            check_tokenizer_files(Path(self.tokenizer))
-            try:
-                return load_tokenizer_files(self.tokenizer)
-            except (OSError, ValueError) as error:
-                fix = "name the directory or Hub name of a tokenizer"
-                what = (str(error).splitlines() or [type(error).__name__])[0]
-                raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
-        if not isinstance(module, TokenizedModule) or module.tokenizer is None:
-            rule = "must be given, because the trained module has no tokenizer"
-            raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
-        return module.tokenizer
-
 
 class EmbeddingDataModule(PlannedDataModule):
     """Contrastive batches from sources: converted once, drawn by a plan, tokenised in workers, resumed exactly.
@@ -325,7 +308,6 @@ class EmbeddingDataModule(PlannedDataModule):
         num_workers: Processes that read and tokenise ahead of training; 0 does this between the steps.
         cache_dir: Folder of converted sources, or None for the default.
         seed: Seed of the row order and of all random choices in a batch; None for `seed_everything`.
-        tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
         num_in_context_examples: Maximum number of in-context examples per query (see `ContrastiveCollator`).
 
     Distributed: needs Trainer(use_distributed_sampler=False), because the plan slices the batches for the ranks.
@@ -343,10 +325,9 @@ class EmbeddingDataModule(PlannedDataModule):
         num_workers: int = 0,
         cache_dir: str | None = None,
         seed: int | None = None,
-        tokenizer: str | None = None,
         num_in_context_examples: int = 0,
     ) -> None:
-        super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
+        super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed)
         check_minimum("num_negatives", num_negatives, 0)
         check_minimum("num_in_context_examples", num_in_context_examples, 0)
         self._configured_text, self.sources = text or TextSettings(), sources
@@ -416,7 +397,7 @@ class EmbeddingDataModule(PlannedDataModule):
         return self._tokenizer_for(self._trained_module)
 
     def _tokenizer_for(self, module: Any) -> TextTokenizer:
-        return TextTokenizer(self._base_tokenizer(module), self._text_of(module))
+        return TextTokenizer(base_tokenizer(module), self._text_of(module))
 
     def text_for(self, model: TextSettings) -> TextSettings:
         return with_source_prompts(self._configured_text, self.sources, model)
@@ -439,6 +420,14 @@ class EmbeddingDataModule(PlannedDataModule):
 
 def batch_needs(module: LightningModule | None) -> BatchNeeds:
     return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
+
+
+def base_tokenizer(module: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of the trained module."""
+    if not isinstance(module, TokenizedModule) or module.tokenizer is None:
+        rule = "must have a tokenizer, with which the data are prepared"
+        raise OptionError("model", type(module).__name__, rule, "set its attribute `tokenizer`")
+    return module.tokenizer
 
 
 def check_minimum(option: str, value: int, minimum: int) -> None:

@@ -24,7 +24,14 @@ from embeddings.common.io import check_file, check_manifest, load_array, write_m
 from embeddings.common.jobs import progress_bar
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
-from embeddings.data.datamodule import PlannedDataModule, ResumableLoader, ShieldedLoader, check_minimum, start_worker
+from embeddings.data.datamodule import (
+    PlannedDataModule,
+    ResumableLoader,
+    ShieldedLoader,
+    base_tokenizer,
+    check_minimum,
+    start_worker,
+)
 from embeddings.data.documented_functions import (
     HELD_OUT_PACKAGES,
     TRAINING_PACKAGES,
@@ -215,12 +222,11 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
 
 
 class TokenRow(NamedTuple):
-    """One row: token ids, index of the document of each token, seed of the random choices, row index."""
+    """One entry of the plan, with its token ids and the index of the document of each token, (n,) int64."""
 
+    entry: PlanEntry
     ids: NDArray[np.int64]
     documents: NDArray[np.int64]
-    draw: int
-    row: int
 
 
 class RowMixture:
@@ -239,15 +245,13 @@ class RowMixture:
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[TokenRow]:
         """The rows of a batch of entries; a negative row number means a row of padding."""
-        return [self._row(entry) for entry in entries]
+        return [TokenRow(entry, *self._tokens(entry.row)) for entry in entries]
 
-    def _row(self, entry: PlanEntry) -> TokenRow:
-        if entry.row < 0:
-            empty = np.empty(0, dtype=np.int64)
-            return TokenRow(empty, empty, entry.draw, entry.row)
-        source = bisect_right(self._starts, entry.row) - 1
-        ids, documents = self.streams[source].row(entry.row - self._starts[source], self.row_length)
-        return TokenRow(ids, documents, entry.draw, entry.row)
+    def _tokens(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if row < 0:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        source = bisect_right(self._starts, row) - 1
+        return self.streams[source].row(row - self._starts[source], self.row_length)
 
 
 class RowCollator:
@@ -268,7 +272,7 @@ class RowCollator:
             input_ids_NL[index, : len(row.ids)] = torch.from_numpy(row.ids)
             document_NL[index, : len(row.ids)] = torch.from_numpy(row.documents)
         special_NL = torch.isin(input_ids_NL, self._special_ids) | (document_NL < 0)
-        draw_N, row_N = torch.tensor([row.draw for row in rows]), torch.tensor([row.row for row in rows])
+        row_N, draw_N = (torch.tensor([row.entry[part] for row in rows]) for part in (0, 1))
         packed = PackedRows(input_ids_NL, document_NL, special_NL, draw_N, row_N)
         return packed if self.task is None else self.task(packed)
 
@@ -290,7 +294,6 @@ class TextDataModule(PlannedDataModule):
         num_workers: Processes that make batches ahead of training; 0 does this between the steps.
         cache_dir: Folder of token streams, or None for the default.
         seed: Seed of the row order and of random choices in the rows; None for `seed_everything`.
-        tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
 
     Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are split over the ranks; all ranks get
         the same number of batches, and rows of padding, which do not count, fill the last ones.
@@ -309,9 +312,8 @@ class TextDataModule(PlannedDataModule):
         num_workers: int = 0,
         cache_dir: str | None = None,
         seed: int | None = None,
-        tokenizer: str | None = None,
     ) -> None:
-        super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
+        super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed)
         check_names([source.name for source in validation_sources], "validation_sources")
         check_minimum("row_length", row_length, 2)
         self.sources, self.validation_sources = sources, validation_sources
@@ -327,7 +329,7 @@ class TextDataModule(PlannedDataModule):
                 lambda: check_files(sources),
                 *(source.check for source in sources),
                 lambda: self._check_plan_options(trainer, module),
-                lambda: self._base_tokenizer(module),
+                lambda: base_tokenizer(module),
             ]
         )
 
@@ -338,7 +340,7 @@ class TextDataModule(PlannedDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         if self._rows is None:
-            tokenizer = DocumentTokenizer(self._base_tokenizer(self._trained_module), self.append_eos)
+            tokenizer = DocumentTokenizer(base_tokenizer(self._trained_module), self.append_eos)
             self._rows = self._open(self.sources, tokenizer)
             if self.validation_sources:
                 self._validation_rows = self._open(self.validation_sources, tokenizer)
@@ -378,7 +380,7 @@ class TextDataModule(PlannedDataModule):
     def _collator(self) -> RowCollator:
         module = self._trained_module
         task = module.task if isinstance(module, RowTaskModule) else None
-        return RowCollator(self._base_tokenizer(module), self.row_length, task)
+        return RowCollator(base_tokenizer(module), self.row_length, task)
 
     def _identities(self) -> Sequence[SourceIdentity]:
         streams = self.rows.streams

@@ -28,7 +28,7 @@ from embeddings.modules import CDEModule, MGHCurriculumModule
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, attached, configured, killed_run, quiet_trainer
 from tests.data.rows import pairs, rows_of, write_jsonl
 from tests.helpers.refusals import refused
-from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import wordpiece_tokenizer
 
 # The ledger has no validation step.
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed in a `val_dataloader`")
@@ -95,13 +95,10 @@ def test_rows_are_numbered_within_their_source(kind):
     assert data.source_rows == {"first": size, "second": other}
 
 
-def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused(kind, tmp_path):
+def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused(kind):
     data, fit = attached(kind.make(batch_size=1000), kind.ledger()), quiet_trainer(max_epochs=1).fit
     refused(OptionError, r"data\.batch_size must not exceed the", data.prepare_data)
-    refused(OptionError, r"data\.tokenizer must be given", fit, kind.ledger(None), kind.make())
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nfox\n")
-    says = r"contains vocab\.txt but no tokenizer\.json; use a complete copy"
-    refused(InputError, says, fit, kind.ledger(None), kind.make(tokenizer=str(tmp_path)))
+    refused(OptionError, r"model must have a tokenizer", fit, kind.ledger(None), kind.make())
 
 
 def test_a_worker_does_not_collect_the_garbage_of_its_parent(monkeypatch):
@@ -202,10 +199,9 @@ def test_a_source_without_negatives_ends_the_run_before_its_first_step(options, 
     assert module.rows == []
 
 
-def test_batches_follow_the_options_of_the_sources(options, tmp_path):
-    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
+def test_batches_follow_the_options_of_the_sources(options):
     for num_workers in (0, 2):
-        data = EmbeddingDataModule(**options, tokenizer=folder, num_workers=num_workers)
+        data = attached(EmbeddingDataModule(**options, num_workers=num_workers), Ledger(rows_in, TOKENIZER))
         data.prepare_data()
         loader = data.train_dataloader()
         batches = list(loader)
@@ -275,7 +271,6 @@ def test_a_config_can_set_every_option(options):
         ({"surrogate_vectors": "gone"}, {}, "this output has no manifest"),
         ({"weight": 2.0}, {}, r"data\.sources\[\]\.weight cannot take effect"),
         ({"query_prompt": "q: " * 300}, {}, r"data\.text\.query_max_length must exceed"),
-        ({}, {"tokenizer": "gone"}, r"data\.tokenizer gone: "),
         ({}, {"num_negatives": -1}, r"data\.num_negatives must be >= 0, got -1"),
     ],
 )

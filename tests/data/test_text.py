@@ -28,10 +28,10 @@ from embeddings.data.text_datamodule import (
     open_stream,
     validation_batches,
 )
-from tests.data.killed_runs import Ledger, quiet_trainer
+from tests.data.killed_runs import Ledger, attached, quiet_trainer
 from tests.data.rows import write_jsonl, write_rows
 from tests.helpers.refusals import refused
-from tests.helpers.tiny import bpe_tokenizer, save_backbone, sentencepiece_tokenizer, tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 
 # The ledger only trains.
 pytestmark = pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
@@ -196,8 +196,7 @@ def test_rows_of_all_sources_are_concatenated_and_none_contains_two_sources(rows
     expected = [stream.row(index, 8) for stream in rows.streams for index in range(stream.num_rows(8))]
     assert [row.ids.tolist() for row in found] == [ids.tolist() for ids, _ in expected]
     assert [row.documents.tolist() for row in found] == [documents.tolist() for _, documents in expected]
-    assert {row.draw for row in found} == {5}
-    assert [row.row for row in found] == list(range(len(rows)))
+    assert [row.entry for row in found] == [PlanEntry(row, 5) for row in range(len(rows))]
     assert len(pickle.loads(pickle.dumps(rows))) == len(rows)
 
 
@@ -257,13 +256,12 @@ def test_validation_rows_are_split_over_ranks_with_equal_numbers_of_batches(num_
     assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
 
 
-def test_validation_batches_are_the_same_every_time_and_their_worker_ignores_stop_signals(options, tmp_path):
-    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
-    assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
+def test_validation_batches_are_the_same_every_time_and_their_worker_ignores_stop_signals(options):
+    assert TextDataModule(**options).val_dataloader() == []
     seen = []
     for num_workers in (0, 1):
         sources = {"validation_sources": options["sources"], "num_workers": num_workers}
-        data = TextDataModule(**options, **sources, tokenizer=folder)
+        data = attached(TextDataModule(**options, **sources), Ledger(content, TOKENIZER))
         data.setup()
         (loader,) = data.val_dataloader()
         assert len(loader) == -(-len(data.rows) // 4)
@@ -295,7 +293,6 @@ def test_options_of_texts_are_checked_at_construction(options):
         ({"validation_sources": [TextSource("b", "nowhere.jsonl")]}, InputError, "nowhere.jsonl: no such file"),
         ({"sources": [TextSource("a", packages=["jsonargprase"])]}, OptionError, "did you mean jsonargparse"),
         ({"sampler": partial(BlendedBatchSampler, steps_per_epoch=0)}, OptionError, "steps_per_epoch"),
-        ({"tokenizer": "nowhere"}, InputError, "data.tokenizer nowhere"),
     ],
 )
 def test_a_run_is_refused_before_a_source_is_tokenised(change, error, says, options, tmp_path):
