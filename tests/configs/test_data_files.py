@@ -1,6 +1,5 @@
 """The data configs agree with the papers and releases, and NV-Embed's tables with each other."""
 
-import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -12,7 +11,6 @@ from lightning import LightningDataModule
 from embeddings.common import TextSettings
 from embeddings.data import TextDataModule
 from embeddings.data.checks import with_source_prompts
-from embeddings.data.public import PublicTable
 from embeddings.data.sources import SourceConfig
 from embeddings.evaluation.mteb_library import Instructions
 from embeddings.synthesis.prompts import MGH
@@ -46,14 +44,7 @@ MISPRINTED = {
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, dict[str, Any]]:
-    rows = read("data/nv_embed_tables")["datasets"]
-    by_name = {row["name"]: row for row in rows}
-    assert len(by_name) == len(rows)
-    for source in PublicTable.read().sources:
-        if source.folder == "nv_embed" and source.collection is None:
-            by_name[source.name]["source"] = source
-    assert all("source" in row for row in rows)
-    return by_name
+    return {row["name"]: row for row in read("data/nv_embed_tables")["datasets"]}
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +61,9 @@ def test_table_12_is_complete_and_has_the_printed_sizes(table: dict[str, dict[st
         assert sum(row["task"] == task for row in table.values()) == count, task
 
 
-def test_sizes_add_up_to_the_samples_of_the_two_stages(table: dict[str, dict[str, Any]]) -> None:
-    synthetic = read("data/nv_embed_tables")["synthetic"]
-    retrieval = sum(row["num_samples"] for row in table.values() if row["task"] == "retrieval")
-    everything = sum(row["num_samples"] for row in table.values()) + synthetic["num_samples"]
-    assert retrieval == pytest.approx(1.90e6, rel=5e-3)
-    assert everything == pytest.approx(2.58e6, rel=5e-3)
-    assert sum(synthetic["groups"].values()) == synthetic["num_samples"] == 120_000
-    # Batch size 128: stage 1 passes over its data 1.27 times (1.35 without the synthetic share), stage 2 0.89 times.
-    assert 20_000 * 128 / (retrieval + 120_000) == pytest.approx(1.27, abs=0.01)
-    assert 18_000 * 128 / everything == pytest.approx(0.89, abs=0.01)
-
-
-def test_every_data_set_has_its_labelling_and_first_stage(table: dict[str, dict[str, Any]]) -> None:
+def test_every_data_set_has_its_labelling(table: dict[str, dict[str, Any]]) -> None:
     for name, row in table.items():
         assert row["instructions"], name
-        assert all(text == text.strip() != "" for text in row["instructions"]), name
         labelling = row["labelling"]
         if row["task"] in ("retrieval", "sts"):
             assert labelling == ("sts" if row["task"] == "sts" else "pairs"), name
@@ -94,9 +72,6 @@ def test_every_data_set_has_its_labelling_and_first_stage(table: dict[str, dict[
             assert (labelling == "class_by_example") == by_example, name
     count = [row["labelling"] for row in table.values()].count
     assert (count("class_by_example"), count("binary_by_label"), count("class_by_label")) == (16, 4, 3)
-    added = {name for name, row in table.items() if row["added"] == "S2"}
-    assert added == {"hover", "scifact", "nfcorpus", "miracl", "mrtydi"}
-    assert all(row["added"] == "S0" for name, row in table.items() if name not in added)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -123,20 +98,6 @@ def test_configs_have_the_sizes_instructions_and_labelling_of_the_table(
         assert source.symmetric == (row["task"] == "sts"), name
     wanted = {name for name, row in table.items() if stage == 2 or row["task"] == "retrieval"}
     assert (set(listed), len(listed)) == (wanted, 16 if stage == 1 else 42)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_configs_name_the_public_source_above_each_set(stage: int, table: dict[str, dict[str, Any]]) -> None:
-    text = (DATA / f"nv_embed_stage{stage}.yaml").read_text(encoding="utf-8")
-    notes = {
-        name: (where, said)
-        for where, said, name in re.findall(r"# public source: (.+?) \(([a-z ]+)\)\n +- name: (\w+)\n", text)
-    }
-    assert set(notes) == set(sources(f"nv_embed_stage{stage}"))
-    for name, (where, said) in notes.items():
-        public = table[name]["source"]
-        assert where.split(" [")[0] == (public.repository or "none found"), name
-        assert said == ("confirmed" if public.confirmed else "not confirmed"), name
 
 
 def test_misprinted_instructions_are_replaced_by_those_of_table_13(
@@ -241,16 +202,14 @@ def test_moe_fine_tunes_on_miracl_in_sixteen_languages_and_six_english_sets() ->
         assert source.path == f"${{EMBED_TRAIN_DATA}}/moe_finetune/{name}.parquet"
 
 
-@pytest.mark.parametrize(("phase", "num_groups"), [("pretrain", 3), ("finetune", 7)])
-def test_moe_has_search_prefixes_and_a_public_source_for_each_data_set(phase: str, num_groups: int) -> None:
+@pytest.mark.parametrize("phase", ["pretrain", "finetune"])
+def test_moe_has_search_prefixes(phase: str) -> None:
     text = TextSettings(**init_args(f"data/moe_{phase}", "data")["text"])
     settings = with_source_prompts(text, list(sources(f"moe_{phase}").values()))
     assert (settings.prompts["query"], settings.prompts["document"]) == SEARCH
     assert settings.pool_prompt
     if phase == "pretrain":
         assert settings.prompts["agnews"] == "classification: "
-    content = (DATA / f"moe_{phase}.yaml").read_text(encoding="utf-8")
-    assert len(re.findall(r"# public source[\w ]*: [\w/.-]+", content)) == num_groups
 
 
 @pytest.mark.parametrize(("name", "row_length", "rows"), [("mntp_wikitext", 512, 32), ("mlm_adapt", 2048, 4096)])
