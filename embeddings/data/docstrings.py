@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,35 +44,23 @@ BOILERPLATE_FUNCTIONS = 3
 _IGNORED_WORDS = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified"})
 
 
-def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], dict[str, int]]:
+def deduplicate(functions: Iterable[DocumentedFunction]) -> list[DocumentedFunction]:
     """Remove functions with the same name, first sentence or nearly the same code as an earlier one.
 
-    A first sentence of more than `BOILERPLATE_FUNCTIONS` functions removes all of them. Also returns the number removed
-    by each rule.
+    A first sentence of more than `BOILERPLATE_FUNCTIONS` functions removes all of them.
     """
-    all_functions = list(functions)
     by_name: dict[str, DocumentedFunction] = {}
-    for function in all_functions:
+    for function in functions:
         by_name.setdefault(function.id, function)
     by_code: dict[str, DocumentedFunction] = {}
     for function in by_name.values():
         by_code.setdefault("".join(_code(function).split()), function)
     distinct = list(by_code.values())
-    is_copy = near_duplicates([_code(function) for function in distinct])
-    originals = [function for function, copy in zip(distinct, is_copy, strict=True) if not copy]
+    is_copy_N = near_duplicates([_code(function) for function in distinct])
     by_query: dict[str, list[DocumentedFunction]] = {}
-    for function in originals:
+    for function in compress(distinct, ~is_copy_N):
         by_query.setdefault(normalised_query(function.query), []).append(function)
-    groups = [group for group in by_query.values() if len(group) <= BOILERPLATE_FUNCTIONS]
-    shared = sum(len(group) for group in groups)
-    removed = {
-        "same_name": len(all_functions) - len(by_name),
-        "same_code": len(by_name) - len(distinct),
-        "near_duplicate": len(distinct) - len(originals),
-        "boilerplate_query": len(originals) - shared,
-        "same_query": shared - len(groups),
-    }
-    return [group[0] for group in groups], removed
+    return [group[0] for group in by_query.values() if len(group) <= BOILERPLATE_FUNCTIONS]
 
 
 def normalised_query(query: str) -> str:
@@ -81,7 +69,7 @@ def normalised_query(query: str) -> str:
     return " ".join(word.rstrip("s") or word for word in words if word not in _IGNORED_WORDS)
 
 
-def near_duplicates(texts: Sequence[str]) -> list[bool]:
+def near_duplicates(texts: Sequence[str]) -> npt.NDArray[np.bool_]:
     """For each text, whether it is a near-duplicate of an earlier text that is not a near-duplicate itself."""
     rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
     items = [(text,) for text in texts]
@@ -90,8 +78,7 @@ def near_duplicates(texts: Sequence[str]) -> list[bool]:
     def sets(index: int) -> Sequence[npt.NDArray[np.uint64]]:
         return rule.sets(items[index])
 
-    is_copy = mark_copies(rule.keys(items).T, len(items), lambda one, other: rule.alike(sets(one), sets(other)))
-    return is_copy.tolist()  # type: ignore[no-any-return]
+    return mark_copies(rule.keys(items).T, len(items), lambda one, other: rule.alike(sets(one), sets(other)))
 
 
 def _code(function: DocumentedFunction) -> str:
@@ -137,17 +124,10 @@ class EvaluationSet(NamedTuple):
     queries: list[DocumentedFunction]
 
 
-class DocstringSplit(NamedTuple):
-    """Training functions, sorted by id, and evaluation sets by name; all are disjoint."""
-
-    train: list[DocumentedFunction]
-    evaluation: dict[str, EvaluationSet]
-
-
 def split_functions(
     functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: Mapping[str, int], seed: int
-) -> DocstringSplit:
-    """Split deduplicated functions into a training set and three evaluation sets; their order has no effect."""
+) -> tuple[list[DocumentedFunction], dict[str, EvaluationSet]]:
+    """Disjoint training functions and evaluation sets by name, sorted by id; the order of `functions` has no effect."""
     ordered = sorted(functions)
     held_out = [function for function in ordered if function.package in held_out_packages]
     trainable = [function for function in ordered if function.package not in held_out_packages]
@@ -166,7 +146,7 @@ def split_functions(
         evaluation[name] = EvaluationSet(documents, _draw(documents, sizes[f"{name}_queries"], seed, f"{name}_queries"))
         taken = {function.id for function in documents}
         trainable = [function for function in trainable if function.id not in taken]
-    return DocstringSplit(trainable, {name: evaluation[name] for name in ("validation", "in_domain", "held_out")})
+    return trainable, evaluation
 
 
 def _draw(functions: list[DocumentedFunction], max_size: int, seed: int, stream: str) -> list[DocumentedFunction]:
@@ -248,14 +228,16 @@ def prepare_docstrings(
         return DocstringCorpus(folder, manifest["counts"], reused=True)
     functions = _read(sources)
     logger.info("removing copies among %d documented functions", len(functions))
-    distinct, removed = deduplicate(functions)
-    split = split_functions(distinct, held_out, sizes, seed)
-    step = -(-len(split.train) // max_rows) if max_rows else 1
-    counts = {"train": len(split.train[::step])}
-    for name, part in split.evaluation.items():
+    distinct = deduplicate(functions)
+    train, evaluation = split_functions(distinct, held_out, sizes, seed)
+    step = -(-len(train) // max_rows) if max_rows else 1
+    counts = {"train": len(train[::step])}
+    for name, part in evaluation.items():
         counts |= {f"{name}_documents": len(part.documents), f"{name}_queries": len(part.queries)}
-    fields = {**inputs, "counts": counts, "found": len(functions), "removed": removed}
-    write_corpus(folder, split, fields, seed, step)
+    with replaced_folder(folder, {**inputs, "counts": counts}) as new:
+        _write_train(new / "train.jsonl.gz", train, seed, step)
+        for name, part in evaluation.items():
+            _write_evaluation(new / "eval" / name, part)
     return DocstringCorpus(folder, counts, reused=False)
 
 
@@ -295,18 +277,10 @@ def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any]
     return manifest if intact else None
 
 
-def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
-    """Write a corpus, with every `step`-th training pair; the files of an earlier one are replaced at the end."""
-    with replaced_folder(output, fields) as folder:
-        _write_train(folder / "train.jsonl.gz", split, seed, step)
-        for name, part in split.evaluation.items():
-            _write_evaluation(folder / "eval" / name, part)
-
-
-def _write_train(path: Path, split: DocstringSplit, seed: int, step: int) -> None:
+def _write_train(path: Path, functions: Sequence[DocumentedFunction], seed: int, step: int) -> None:
     # No name and no time in the header, so that the same records produce the same bytes.
     with open(path, "wb") as file, gzip.GzipFile("", "wb", 1, file, mtime=0) as zipped:
-        pairs = zip(split.train, namespace_negatives(split.train, seed), strict=True)
+        pairs = zip(functions, namespace_negatives(functions, seed), strict=True)
         for function, negatives in islice(pairs, 0, None, step):
             record = {
                 "id": function.id,

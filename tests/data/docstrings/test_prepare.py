@@ -12,16 +12,11 @@ import pytest
 from embeddings.common import OptionError, own_folder
 from embeddings.data.docstrings import (
     BOILERPLATE_FUNCTIONS,
-    KIND,
-    DocstringSplit,
-    EvaluationSet,
     deduplicate,
-    finished_manifest,
     namespace_negatives,
     normalised_query,
     prepare_docstrings,
     split_functions,
-    write_corpus,
 )
 from embeddings.data.documented_functions import (
     HELD_OUT_PACKAGES,
@@ -32,6 +27,7 @@ from embeddings.data.documented_functions import (
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
 
+PARTS = ("validation", "in_domain", "held_out")
 VERBS = ("read", "write", "pad", "cut", "merge", "rank", "scale", "draw", "count", "split")
 NOUNS = ("graph", "tensor", "file", "page", "matrix", "string", "socket", "image", "token", "vector")
 
@@ -86,7 +82,6 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages):
     assert len(set.union(*parts)) == 50
     assert {name.split(".")[0] for name in parts[3]} == {"gamma_x"}
     assert not any("copied" in name for part in parts for name in part)
-    assert json.loads((corpus.folder / "manifest.json").read_text())["removed"]["same_code"] == 1
     assert not {"alpha_x", "beta_x", "gamma_x"} & set(sys.modules)
     assert gc.isenabled()
 
@@ -148,48 +143,35 @@ def test_the_default_packages_are_installed_and_never_on_both_sides():
     assert not set(HELD_OUT_PACKAGES) & set(TRAINING_PACKAGES)
 
 
-TRAIN, TEST, OTHER = (
-    DocumentedFunction(f"p.m.{name}", "p", "p.m", f"Query of {name} — é", f"p.m.{name}\ndef {name}(): ...")
-    for name in ("train", "test", "other")
-)
-PARTS = ("validation", "in_domain", "held_out")
-SPLIT = DocstringSplit(
-    [TRAIN], dict.fromkeys(PARTS, EvaluationSet([OTHER], [OTHER])) | {"in_domain": EvaluationSet([TEST, OTHER], [TEST])}
-)
-FIELDS = {"kind": KIND, "seed": 0}
-
-
-def test_the_files_are_training_records_and_three_folders_in_the_beir_layout(tmp_path):
-    write_corpus(tmp_path / "out", SPLIT, FIELDS)
-    written = files(tmp_path / "out")
+def test_the_files_are_training_records_and_three_folders_in_the_beir_layout(packages):
+    corpus = prepared(packages / "out")
+    written = files(corpus.folder)
     names = {f"eval/{part}/{file}" for part in PARTS for file in ("corpus.jsonl", "queries.jsonl", "qrels.tsv")}
-    names |= {"train.jsonl.gz", "manifest.json"}
-    assert set(written) == names
-    record = {"id": "p.m.train", "query": TRAIN.query, "positive": TRAIN.document, "negatives": []}
-    assert json.loads(gzip.decompress(written["train.jsonl.gz"])) == record | {"package": "p", "module": "p.m"}
-    corpus = [json.loads(line) for line in written["eval/in_domain/corpus.jsonl"].splitlines()]
-    expected = [("p.m.test", "", TEST.document), ("p.m.other", "", OTHER.document)]
-    assert [(row["_id"], row["title"], row["text"]) for row in corpus] == expected
-    assert json.loads(written["eval/in_domain/queries.jsonl"]) == {"_id": "p.m.test", "text": TEST.query}
-    assert written["eval/in_domain/qrels.tsv"].decode() == "query-id\tcorpus-id\tscore\np.m.test\tp.m.test\t1\n"
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert set(written) == names | {"train.jsonl.gz", "manifest.json"}
+    train = [json.loads(line) for line in gzip.decompress(written["train.jsonl.gz"]).splitlines()]
+    assert set(train[0]) == {"id", "query", "positive", "negatives", "package", "module"}
+    documents = {}
+    for line in written["eval/in_domain/corpus.jsonl"].splitlines():
+        row = json.loads(line)
+        documents[row["_id"]] = row["text"]
+    queries = [json.loads(line) for line in written["eval/in_domain/queries.jsonl"].splitlines()]
+    assert all(documents[row["_id"]].startswith(row["_id"]) for row in queries)
+    judged = "".join(f"{row['_id']}\t{row['_id']}\t1\n" for row in queries)
+    assert written["eval/in_domain/qrels.tsv"].decode() == "query-id\tcorpus-id\tscore\n" + judged
 
 
-def test_an_interrupted_job_leaves_the_earlier_corpus_which_is_reused_only_if_intact(tmp_path, monkeypatch):
-    out, counted = tmp_path / "out", {**FIELDS, "counts": {"train": 1}}
-    assert finished_manifest(out, FIELDS) is None
-    write_corpus(out, SPLIT, counted)
-    before = files(tmp_path)
-    for folder, split in (("out", SPLIT._replace(train=[TEST])), ("new", SPLIT)):
-        monkeypatch.setattr(own_folder, "record_all", interrupted_at(None))
-        with pytest.raises(KeyboardInterrupt):
-            write_corpus(tmp_path / folder, split, FIELDS)
-    assert files(tmp_path) == before
-    assert finished_manifest(out, FIELDS)["counts"] == {"train": 1}
-    assert finished_manifest(out, {**FIELDS, "seed": 1}) is None
-    with open(out / "eval" / "held_out" / "corpus.jsonl", "a") as file:
+def test_an_interrupted_job_leaves_the_earlier_corpus_which_is_reused_only_if_intact(packages, monkeypatch):
+    prepared(packages / "out")
+    before = files(packages)
+    for folder, seed in (("out", 1), ("new", 0)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(own_folder, "record_all", interrupted_at(None))
+            prepared(packages / folder, seed=seed)
+    assert files(packages) == before
+    assert prepared(packages / "out").reused
+    with open(packages / "out" / "eval" / "held_out" / "corpus.jsonl", "a") as file:
         file.write("{}\n")
-    assert finished_manifest(out, FIELDS) is None
+    assert not prepared(packages / "out").reused
 
 
 @pytest.mark.parametrize(("name", "content"), [("notes.txt", "mine"), ("manifest.json", '{"kind": "vectors"}')])
@@ -212,19 +194,19 @@ def functions(package, count):
 
 def test_the_parts_are_disjoint_sorted_and_of_the_requested_sizes_for_any_order():
     given = functions("a", 10) + functions("b", 10) + functions("held", 8)
-    split = split_functions(given, {"held"}, SIZES, seed=0)
-    assert len(split.train) == 12
-    assert list(split.evaluation) == list(PARTS)
-    validation, in_domain, held_out = split.evaluation.values()
+    train, evaluation = split_functions(given, {"held"}, SIZES, seed=0)
+    assert len(train) == 12
+    validation, in_domain, held_out = (evaluation[name] for name in PARTS)
     assert [len(part) for part in (*validation, *in_domain, *held_out)] == [2, 1, 6, 3, 5, 2]
-    assert sorted(split.train + validation.documents + in_domain.documents) == sorted(given[:20])
+    assert sorted(train + validation.documents + in_domain.documents) == sorted(given[:20])
     assert set(held_out.documents) < set(given[20:])
-    for evaluation in (validation, in_domain, held_out):
-        assert set(evaluation.queries) < set(evaluation.documents)
-    for part in (split.train, *validation, *in_domain, *held_out):
+    for part in (validation, in_domain, held_out):
+        assert set(part.queries) < set(part.documents)
+    for part in (train, *validation, *in_domain, *held_out):
         assert part == sorted(part)
     shuffled = random.Random(1).sample(given, len(given))
-    assert split_functions(shuffled, {"held"}, SIZES, 0) == split != split_functions(given, {"held"}, SIZES, 1)
+    assert split_functions(shuffled, {"held"}, SIZES, 0) == (train, evaluation)
+    assert split_functions(given, {"held"}, SIZES, 1) != (train, evaluation)
 
 
 FUNCTIONS = [
@@ -278,11 +260,7 @@ def test_each_rule_removes_its_kind_of_duplicate():
         coded("twin", "sorts all names.", words(4)),
         *common,
     ]
-    kept, removed = deduplicate(functions)
-    assert kept == [first, second]
-    rules = ("same_name", "same_code", "near_duplicate", "boilerplate_query", "same_query")
-    assert removed == dict(zip(rules, (1, 1, 1, 4, 1), strict=True))
-    assert len(kept) + sum(removed.values()) == len(functions)
+    assert deduplicate(functions) == [first, second]
 
 
 def test_queries_are_equal_if_only_grammar_differs():
