@@ -339,12 +339,9 @@ class EmbeddingDataModule(PlannedDataModule):
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
         """Check files, plan and prompts as far as possible before sources are read, which may take hours."""
-        needs = batch_needs(module)
-        num_queries = self.batch_size * (trainer.world_size if needs.gathers_candidates else 1)
         surrogates = [source.surrogate_vectors for source in self.sources if source.surrogate_vectors is not None]
         run_checks(
             [
-                lambda: check_negatives_asked_for(self.sources, needs, self.num_negatives, num_queries),
                 lambda: check_files(self.sources),
                 *(partial(check_manifest, fill_path(path) / "index", {"kind": "pair_index"}) for path in surrogates),
                 lambda: self._check_plan_options(trainer, module),
@@ -367,7 +364,7 @@ class EmbeddingDataModule(PlannedDataModule):
         self._check_plan(plan)
         for source in sources:
             if source.cached.longest_instruction is not None:
-                check_instruction(self.text_tokenizer(), *source.cached.longest_instruction)
+                check_instruction(self._tokenizer_for(self._trained_module), *source.cached.longest_instruction)
         warn_of_unnamed_prompts(self._text_of(self._trained_module), self.sources)
         for source in sources:
             warn_of_unused_columns(source, self.num_negatives)
@@ -393,9 +390,6 @@ class EmbeddingDataModule(PlannedDataModule):
     def _identities(self) -> Sequence[SourceIdentity]:
         return self.mixture.identities
 
-    def text_tokenizer(self) -> TextTokenizer:
-        return self._tokenizer_for(self._trained_module)
-
     def _tokenizer_for(self, module: Any) -> TextTokenizer:
         return TextTokenizer(base_tokenizer(module), self._text_of(module))
 
@@ -408,7 +402,7 @@ class EmbeddingDataModule(PlannedDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         collator = ContrastiveCollator(
-            self.text_tokenizer(),
+            self._tokenizer_for(self._trained_module),
             self.num_negatives,
             self.mixture.surrogate_width,
             self.num_in_context_examples,

@@ -283,14 +283,6 @@ def test_documented_cluster_commands_have_the_settings_of_quickstart():
     assert ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1) == CLUSTERING
 
 
-def test_prepare_docstrings_passes_on_its_options(tmp_path, monkeypatch):
-    calls = []
-    prepare = "embeddings.cli.quickstart.prepare_docstrings"
-    monkeypatch.setattr(prepare, lambda output, **options: calls.append((output, options)))
-    assert main(["prepare", "docstrings", "--output", str(tmp_path / "out"), "--max-rows", "9"]) == 0
-    assert calls == [(tmp_path / "out", {"max_rows": 9})]
-
-
 def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     line = ["prepare", "docstrings", "--output", str(tmp_path)]

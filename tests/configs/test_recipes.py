@@ -67,9 +67,6 @@ def test_a_recipe_parses_and_keeps_the_callbacks_of_all_files(name, capsys, monk
     if name.startswith("cde") and name != "cde_docstrings":
         # Context documents come from the rank's batch.
         assert printed["data"]["init_args"]["batch_size"] >= printed["model"]["init_args"]["context"]["num_context"]
-        is_small = name.startswith("cde_small")
-        assert printed["model"]["init_args"]["context"]["num_context"] == (64 if is_small else 512)
-        assert printed["data"]["init_args"]["text"]["document_max_length"] == (64 if is_small else 512)
         # One hard negative in the best large model, none in the small setting (§6, §10.5).
         assert printed["data"]["init_args"]["num_negatives"] == (name == "cde_supervised_h100x8")
     if name.startswith("nv_embed"):
@@ -83,8 +80,6 @@ def test_a_recipe_parses_and_keeps_the_callbacks_of_all_files(name, capsys, monk
         facts = (len(names), "synthetic" in names, data["num_in_context_examples"], printed["trainer"]["max_steps"])
         expected = {"67.0": (15, True, 0, 1600), "65.87": (14, False, 0, 1000), "66.43": (14, False, 5, 1000)}
         assert facts == expected[RECIPES[name]["paper_value"]]
-        assert printed["model"]["init_args"]["backbone"]["name"] == "checkpoints/mntp"
-        assert data["text"]["suffix"] == " [/INST]"
         assert data["text"]["query_max_length"] == (2048 if "in_context" in name else 512)
     if name.startswith("moe") and name != "moe_docstrings":
         check_moe(name, printed)

@@ -1,8 +1,6 @@
 """The data modules in configs, in training, and in training that is killed and resumed."""
 
-import gc
 import multiprocessing
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from embeddings.data import (
     TextDataModule,
     TextSource,
 )
-from embeddings.data.datamodule import start_worker
 from embeddings.modules import CDEModule, MGHCurriculumModule
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, attached, configured, killed_run, quiet_trainer
 from tests.data.rows import pairs, rows_of, write_jsonl
@@ -99,18 +96,6 @@ def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused
     data, fit = attached(kind.make(batch_size=1000), kind.ledger()), quiet_trainer(max_epochs=1).fit
     refused(OptionError, r"data\.batch_size must not exceed the", data.prepare_data)
     refused(OptionError, r"model must have a tokenizer", fit, kind.ledger(None), kind.make())
-
-
-def test_a_worker_does_not_collect_the_garbage_of_its_parent(monkeypatch):
-    """Visiting inherited objects would copy their memory: 60 MiB per worker in P12."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    frozen = gc.get_freeze_count()
-    try:
-        start_worker(0)
-        assert gc.get_freeze_count() > frozen + 1000
-        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    finally:
-        gc.unfreeze()
 
 
 def test_a_worker_ignores_stop_signals_unless_its_parent_sends_them(kind):

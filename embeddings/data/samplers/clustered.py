@@ -315,9 +315,6 @@ def cluster_paths(clusters: str | dict[str, str], names: Sequence[str]) -> list[
         if name not in clusters:
             rule = f"must name the clusters of source {name!r}"
             raise OptionError("sampler.clusters", sorted(clusters), rule, "add its folder; `cluster` creates it")
-    for name in clusters:
-        if name not in names:
-            raise OptionError("sampler.clusters", name, f"must be one of the sources {list(names)}", "remove it")
     return [fill_path(clusters[name]) for name in names]
 
 

@@ -1,6 +1,5 @@
 """Clustered batches: the folder of clusters, separate blocks per rank, tours, packing."""
 
-import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -19,7 +18,7 @@ from embeddings.data.samplers.clustered import (
 )
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
 from tests.data.killed_runs import Ledger, configured
-from tests.data.rows import dataset, pairs, placed, rows_of
+from tests.data.rows import placed, rows_of
 from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 
@@ -135,18 +134,6 @@ def test_a_source_smaller_than_a_block_is_left_out_and_named(make):
     assert "third" in {source_of(row) for rank in range(3) for row in chain(*rows_of(placed(make(5, **OWN), rank, 3)))}
 
 
-@pytest.mark.parametrize("order", ["nearest", "random"])
-def test_sources_with_the_same_clusters_are_packed_differently(root, order):
-    folder = str(root / "first")
-    sampler = ClusteredBatchSampler([90, 90], 4, clusters={"left": folder, "right": folder}, order=order)
-    sampler.identify([SourceIdentity(name, "key of first") for name in ("left", "right")])
-    batches = rows_of(sampler)
-    of_side = [[[row % 90 for row in batch] for batch in batches if batch[0] // 90 == side] for side in (0, 1)]
-    left, right = map(sorted, of_side)
-    assert len(left) == len(right) == 22
-    assert left != right
-
-
 def test_sources_never_share_a_batch_their_batches_are_mixed_and_a_new_size_is_packed_again(make):
     sampler = make(6)
     rows_of(sampler)
@@ -177,7 +164,6 @@ def test_batches_of_a_tour_have_clusters_closer_to_each_other_than_by_chance(tmp
         ({"batch_size": 91}, r"data\.batch_size must not exceed the 90 rows of the largest source, got 91; lower it"),
         ({"weights": [1, 2, 1]}, "cannot take effect, because every row is used once"),
         ({"clusters": {"first": "a", "second": "b"}}, "must name the clusters of source 'third'"),
-        ({"clusters": dict.fromkeys([*NAMES, "fourth"], "a")}, r"must be one of the sources .* got 'fourth'"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(make, options, message):
@@ -211,24 +197,13 @@ def test_clusters_are_found_by_name_and_those_of_another_data_set_are_refused(ma
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_the_blocks_of_ranks_depend_on_whether_the_module_gathers_candidates(tmp_path, monkeypatch, gathers):
-    """Two sources with clusters of five rows."""
-    sources = []
-    for name, size in (("left", 23), ("right", 14)):
-        converted = dataset(tmp_path, pairs(size, f"{name} "), name=name)
-        write_clusters(tmp_path / "clusters" / name, [row // 5 for row in range(size)], 5, converted.cached.key)
-        sources.append({"name": name, "path": converted.config.path})
-    clusters = {"clusters": str(tmp_path / "clusters")}
-    sampler = {"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": clusters}
-    data = configured(sources=sources, batch_size=4, sampler=sampler, cache_dir=str(tmp_path / "cache"))
+def test_the_blocks_of_ranks_depend_on_whether_the_module_gathers_candidates(root, gathers):
+    sampler = {"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": {"clusters": str(root)}}
+    data = configured(sources=[{"name": name, "path": "none"} for name in NAMES], batch_size=4, sampler=sampler)
     module = Ledger(rows_of=None)
     module.batch_needs = BatchNeeds(gathers_candidates=gathers)
-    data.setup()
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
-        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
-    plan = data._make_plan(data.sizes, module)
-    plan.identify(data.mixture.identities)
-    assert len(plan) == (2 + 1 if gathers else (5 + 3) // 2)
+    plan = placed(data._make_plan(list(SIZES.values()), module), 1, 2)
+    assert len(plan) == (11 + 3 + 1 if gathers else (22 + 7 + 3) // 2)
 
 
 def exact_tour(centroids, start):
@@ -278,25 +253,6 @@ def test_the_tour_is_exact_with_all_neighbours_listed_or_sampled_and_otherwise_l
         shortest = tour_length(centroids, exact_tour(centroids, int(order[0])))
         assert by_chance > 2 * shortest
         assert tour_length(centroids, order) < bound * shortest
-
-
-def test_a_random_sample_is_used_if_all_listed_neighbours_are_visited(monkeypatch):
-    """Pairs of clusters list only each other, so nearly every step samples."""
-    monkeypatch.setattr(clustered, "SAMPLE", 8)
-    centroids = unit_vectors(200)
-    pairs = (np.arange(200, dtype=np.int32) ^ 1)[:, None]
-    order = nearest_order(centroids, pairs, key=5)
-    assert sorted(order) == list(range(200))
-    assert tour_length(centroids, order) < 0.9 * tour_length(centroids, random_order(200, 5))
-
-
-def test_the_key_determines_the_start_of_a_tour_and_equal_keys_agree():
-    centroids = unit_vectors(100)
-    lists = nearest_lists(centroids, 4)
-    starts = {int(nearest_order(centroids, lists, key)[0]) for key in range(20)}
-    assert len(starts) > 10
-    assert nearest_order(centroids, lists, 3).tolist() == nearest_order(centroids, lists, 3).tolist()
-    assert random_order(100, 3).tolist() == random_order(100, 3).tolist() != random_order(100, 4).tolist()
 
 
 def test_products_are_exact_integers_in_any_order_of_summation():
@@ -356,15 +312,7 @@ def test_the_rows_left_out_are_few_and_differ_from_key_to_key():
     assert len(frozenset.union(*left_out)) > 9
 
 
-def test_rows_above_two_to_the_thirty_one_stay_positive_and_memory_grows_only_with_the_clusters():
+def test_rows_above_two_to_the_thirty_one_stay_positive():
     rows = np.array([2**32 - 1, 2**31], dtype=np.uint32)
     batch = PackedClusters(rows, np.array([0, 2]), np.zeros(1, dtype=np.int32), 2, 0).batch(0)
     assert sorted(batch.tolist()) == [2**31, 2**32 - 1]
-    num_rows, offsets = 2_000_000, np.arange(0, 2_000_001, 2000)
-    rows = np.broadcast_to(np.uint32(7), num_rows)
-    tracemalloc.start()
-    clusters = PackedClusters(rows, offsets, random_order(1000, 0), 256, 0)
-    clusters.batch(3000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 200_000

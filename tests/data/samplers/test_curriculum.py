@@ -151,11 +151,6 @@ def test_a_run_that_a_curriculum_does_not_fit_is_refused(run, options, message):
     refused(OptionError, message, CurriculumBatchSampler([40], 4, **options).set_run, run)
 
 
-def test_a_fixed_level_needs_no_length():
-    for run in (RunLength(10), RunLength(10, None, 20), RunLength(1, 1, 1)):
-        assert set(rules(run, 4, order="fixed", level=2)) == {LevelRule(2)}
-
-
 # 24 records with one negative per level: six batches of four per epoch.
 NUM_ROWS, NUM_EPOCHS = 24, 4
 LEVEL_OF_TEXT = {text_hash(each["text"]): each["level"] for record in graded(NUM_ROWS) for each in record["negatives"]}

@@ -5,7 +5,6 @@ import tracemalloc
 from fractions import Fraction
 from itertools import accumulate
 
-import numpy as np
 import pytest
 
 from embeddings.common import OptionError
@@ -61,13 +60,6 @@ def test_the_sources_are_those_of_a_simulation_batch_by_batch(sizes, options):
         assert sorted(found[start:end]) == sorted(stretch)
     numbers = [sampler.source_batch(0, step) for step in range(len(sampler))]
     assert sorted(numbers) == [(source, number) for source, count in enumerate(batches) for number in range(count)]
-
-
-def test_sources_with_shares_by_size_are_mixed_over_the_whole_epoch():
-    order = sequence(make(1, sizes=[400, 200, 100]))
-    assert min(len(order) - order[::-1].index(source) for source in range(3)) > 650
-    halves = [order[:350].count(source) for source in range(3)]
-    assert np.abs(np.array(halves) - [200, 100, 50]).max() < 35
 
 
 def test_a_far_step_of_a_large_plan_is_found_within_twenty_milliseconds_without_memory_per_row():
