@@ -9,20 +9,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from jsonargparse import ArgumentParser
-from lightning import LightningDataModule
 
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.quickstart import CLUSTERING, CLUSTERS, SPLITS, score_table
-from embeddings.data import SourceConfig
 from embeddings.data.public import PublicTable
 from embeddings.mining import ClusterSettings
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, quiet_trainer
+from tests.data.killed_runs import LIGHTNING_WARNINGS
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
-from tests.helpers.tiny import sentencepiece_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 ROOT = Path(__file__).parents[2]
@@ -53,23 +49,13 @@ def prepare(model, hub):
     return run
 
 
-def build_with_sources(data, sources):
-    """The data module of a config's section, with parsed sources: jsonargparse needs seconds for forty of them."""
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    init_args = data["init_args"] | {"sources": data["init_args"]["sources"][:1]}
-    parsed = parser.parse_object({"data": data | {"init_args": init_args}})
-    parsed.data.init_args.sources = sources
-    return parser.instantiate_classes(parsed).data
-
-
 def rows(path):
     return pq.read_table(path).to_pylist()
 
 
-# More than twenty sources take ten seconds. The test below trains on nv_embed_stage1 in the quick tier.
+# More than twenty sources take ten seconds.
 @pytest.mark.parametrize("config", stages("mgh", "cde_supervised"))
-def test_the_data_config_of_each_stage_trains_on_the_prepared_files(config, prepare, monkeypatch, capsys):
+def test_the_data_config_of_each_stage_names_the_prepared_files(config, prepare, monkeypatch, capsys):
     stage = STAGES[config]
     assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
     printed = capsys.readouterr().out
@@ -79,24 +65,18 @@ def test_the_data_config_of_each_stage_trains_on_the_prepared_files(config, prep
     for key in stage.wanted().keys() - fetched:
         assert f"left out: {key.partition('/')[2]}" in printed
 
-    # The command that it prints at the end, without loading the model.
     variable, *line = printed.strip().splitlines()[-1].split()
     assert line[-5:] == ["fit", "--recipe", stage.run, "--config", f"out/{config}.yaml"]
+    # The command that it prints at the end, without loading the model.
     monkeypatch.setenv(*variable.split("="))
     with pytest.raises(SystemExit):
         run_trainer([*line[-5:], "--print_config"])
-    data = yaml.safe_load(capsys.readouterr().out)["data"]
-    arguments = data["init_args"]
+    arguments = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
     licences = {key.partition("/")[2]: TABLE.place_of(key, None).licence for key in fetched}
     assert {source["name"]: source["licence"] for source in arguments["sources"]} == licences
-    arguments |= {"batch_size": 4, "num_workers": 0}
-    module = build_with_sources(data, [SourceConfig(**source) for source in arguments["sources"]])
-    seen = Ledger(lambda batch: batch.row_B.tolist(), sentencepiece_tokenizer())
-    quiet_trainer(max_steps=4).fit(seen, module)
-    assert [len(step) for step in seen.rows] == [4] * 4
 
 
-@pytest.mark.parametrize("config", stages("nv_embed_stage1"))
+@pytest.mark.parametrize("config", stages("nv_embed_stage1", "cde_supervised"))
 def test_the_command_in_the_docs_trains_and_scores_a_stand_in(config, model, hub, monkeypatch, capsys):
     """Only the names of the recipe, the teacher, FOLDER and the location of the data sets are replaced."""
     stage, page = STAGES[config], ROOT / "docs" / "prepare.md"
