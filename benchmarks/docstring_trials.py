@@ -368,7 +368,7 @@ def batch_difficulty(workspace: Workspace, recipe: Recipe, seed: int) -> float:
     vectors = SurrogateVectors(str(source.surrogate_vectors), open_cached(source).key)
     missed = []
     for step in range(recipe.num_steps):
-        rows = plan.global_batch(0, step)[0].tolist()
+        rows = plan.global_batch(0, step).tolist()
         query_BS = np.stack([vectors.query(row) for row in rows])
         document_BS = np.stack([vectors.positives(row)[0] for row in rows])
         score_BB = query_BS @ document_BS.T

@@ -47,7 +47,7 @@ def check_plan(sampler: BlendedBatchSampler, num_rows: int) -> None:
     """Refuse to time a plan unless it contains every row once, except the rows of an incomplete last batch."""
     counts = np.zeros(num_rows, dtype=np.uint8)
     for step in range(sampler.num_steps):
-        np.add.at(counts, sampler.global_batch(0, step)[0], 1)
+        np.add.at(counts, sampler.global_batch(0, step), 1)
     if counts.max() != 1 or (counts == 0).sum() != num_rows % sampler.global_batch_size:
         raise RuntimeError("the plan is not a permutation: nothing to compare")
 
@@ -66,7 +66,9 @@ def measure(chosen: argparse.Namespace, num_rows: int) -> None:
     record(chosen, f"P10 start to the first row, RandomSampler, {size}", start, "s", "none", "torch")
 
     timed_steps = np.linspace(0, steps - 1, NUM_TIMED).astype(int).tolist()
-    times = [seconds(lambda step=step: sampler.global_batch(0, step)) for step in timed_steps]
+    times = [
+        seconds(lambda step=step: (sampler.global_batch(0, step), sampler.draw_keys(0, step))) for step in timed_steps
+    ]
     record(chosen, f"P10 rows of a batch of {batch_size}, {size}", statistics.median(times) * 1e3, "ms", "<=2", "torch")
 
     def seek(step: int) -> None:

@@ -194,7 +194,7 @@ def main() -> None:
 
         def first_step(step: int) -> None:
             """A run from one step to the next."""
-            if fit(starts[step], step + 1) != plan.global_batch(0, step)[0].tolist():
+            if fit(starts[step], step + 1) != plan.global_batch(0, step).tolist():
                 raise RuntimeError(f"the batch after step {step} is not the plan's: nothing to compare")
 
         resumed = {f"step {step:,}": partial(first_step, step) for step in (10, LATE)}

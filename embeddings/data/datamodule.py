@@ -261,7 +261,8 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         for remark in plan.remarks():
             logger.warning("%s", remark)
         needs = batch_needs(self._trained_module)
-        if needs.sampler is not None and needs.sampler not in plan.kinds():
+        kinds = [type(each).__name__ for each in (plan, getattr(plan, "inner", None))]
+        if needs.sampler is not None and needs.sampler not in kinds:
             name = type(self._trained_module).__name__
             logger.warning("%s without data.sampler %s: %s", name, needs.sampler, needs.without_sampler)
 

@@ -265,12 +265,11 @@ class ClusteredBatchSampler(BatchSampler):
         fields = {**super().plan_fields(), "sizes": sizes, "clusters": keys, "order": self.order}
         return fields if self._blocks_per_step == 1 else {**fields, "blocks_per_step": self._blocks_per_step}
 
-    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+    def global_batch(self, epoch: int, step: int) -> Rows:
         last_blocks, per_step = self._last_blocks(), self._blocks_per_step
         shuffle = KeyedPermutation(last_blocks[-1], derive_seed(self.seed, "batches", epoch))
         blocks = shuffle(np.arange(step * per_step, (step + 1) * per_step)).tolist()
-        rows = np.concatenate([self._block(epoch, last_blocks, block) for block in blocks])
-        return rows, self.draw_keys(epoch, step)
+        return np.concatenate([self._block(epoch, last_blocks, block) for block in blocks])
 
     @property
     def _blocks_per_step(self) -> int:

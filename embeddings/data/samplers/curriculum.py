@@ -132,9 +132,6 @@ class CurriculumBatchSampler(BatchSampler):
     def set_needs(self, needs: BatchNeeds) -> None:
         self.inner.set_needs(needs)
 
-    def kinds(self) -> set[str]:
-        return super().kinds() | self.inner.kinds()
-
     def remarks(self) -> list[str]:
         return self.inner.remarks()
 
@@ -160,7 +157,7 @@ class CurriculumBatchSampler(BatchSampler):
     def num_steps(self) -> int:
         return self.inner.num_steps
 
-    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+    def global_batch(self, epoch: int, step: int) -> Rows:
         return self.inner.global_batch(epoch, step)
 
     def level_rule(self, epoch: int, step: int) -> LevelRule:

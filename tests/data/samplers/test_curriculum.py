@@ -44,11 +44,10 @@ def clusters(tmp_path_factory):
     return str(folder)
 
 
-def test_needs_remarks_kinds_and_files_are_those_of_the_inner_sampler(clusters):
+def test_needs_remarks_and_files_are_those_of_the_inner_sampler(clusters):
     inner = partial(ClusteredBatchSampler, clusters=clusters)
     sampler = placed(CurriculumBatchSampler(SIZES, 11, inner=inner), 0, 3)
     sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
-    assert sampler.kinds() == {"CurriculumBatchSampler", "ClusteredBatchSampler"}
     assert sampler.num_steps == 1
     assert sampler.remarks() == ["sources with fewer rows than a batch of 33 are not used: right (31)"]
     sampler.set_needs(BatchNeeds(gathers_candidates=False))

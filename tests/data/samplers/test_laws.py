@@ -67,7 +67,7 @@ def test_ranks_are_disjoint_and_together_one_global_batch(make, epoch):
     whole, ranks = placed(make(6), 0, 3), [placed(make(6), rank, 3) for rank in range(3)]
     seen = [entries_of(sampler, epoch) for sampler in ranks]
     for step, parts in enumerate(zip(*seen, strict=True)):
-        rows, draws = whole.global_batch(epoch, step)
+        rows, draws = whole.global_batch(epoch, step), whole.draw_keys(epoch, step)
         found = list(chain(*parts))
         assert [entry.row for entry in found] == rows.tolist()
         assert [entry.draw for entry in found] == draws.tolist()
