@@ -14,12 +14,10 @@ import yaml
 
 from embeddings.cli import sweep as module
 from embeddings.cli.main import main
-from embeddings.cli.sweep import Children, Sweep, short_names
+from embeddings.cli.sweep import Sweep, short_names
 from embeddings.common import UserError
-from tests.helpers.forks import fork
 from tests.helpers.refusals import assert_refused, refused
 from tests.helpers.runs import run_config, write_config
-from tests.helpers.waiting import wait_for
 
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
 # In place of `fit`: notes its folder in `ran.txt`, writes a record and the loss, which is the sum of the values of `a`
@@ -109,13 +107,11 @@ def test_a_random_point_depends_only_on_seed_and_index(sweep_file):
     assert sum(math.log10(point["a"]) < -3 for point in found) == pytest.approx(20, abs=9)
 
 
-def test_a_run_is_named_after_the_recipe_or_the_config_that_chooses_the_method(sweep_file, tmp_path):
+def test_a_run_is_named_after_the_recipe_or_the_last_config(sweep_file, tmp_path):
     file = Path(sweep_file({"a": [1]}))
     (tmp_path / "scale.yaml").write_text("trainer: {devices: 2}\n")
-    (tmp_path / "named.yaml").write_text("config: tiny.yaml\n")
     for content, name in (
-        ({"configs": ["named.yaml", "scale.yaml"]}, "named"),
-        ({"configs": ["scale.yaml"]}, "scale"),
+        ({"configs": ["tiny.yaml", "scale.yaml"]}, "scale"),
         ({"recipe": "mgh_h100x1"}, "mgh_h100x1"),
     ):
         file.write_text(yaml.safe_dump({**content, "parameters": {"a": ["x y"], "d": [None], "e": [{"f": 1}]}}))
@@ -126,9 +122,9 @@ def test_a_run_is_named_after_the_recipe_or_the_config_that_chooses_the_method(s
     assert run.words[-5:] == ending
 
 
-def test_a_short_name_has_as_few_parts_as_make_it_unique():
+def test_a_name_is_the_last_part_of_a_key_or_the_whole_key_if_two_are_the_same():
     keys = [TEMPERATURE, "model.init_args.router.temperature", "model.init_args.pooling.class_path", "a.lr"]
-    assert list(short_names(keys).values()) == ["loss.temperature", "router.temperature", "pooling", "lr"]
+    assert list(short_names(keys).values()) == [*keys[:2], "pooling", "lr"]
 
 
 ONE, RANDOM = {"a": [1]}, {"method": "random", "num_runs": 2}
@@ -142,15 +138,17 @@ UNPARSED = [
     ({"parameters": ONE, "metric": {"mode": "most"}}, "metric.mode: expected 'max', 'min', got most"),
     ({"parameters": {}}, "parameters: must map config keys"),
     ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
-    ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: contains a value twice"),
-    ({"parameters": {f"a{key}": list(range(10)) for key in range(10)}}, "makes 10000000000 points, more than"),
-    ({"parameters": ONE, "num_runs": 3}, "num_runs: has no effect on method grid"),
-    ({**RANDOM, "parameters": ONE, "num_runs": 0}, "num_runs: must be >= 1, got 0"),
+    ({"parameters": ONE, "num_runs": 3}, "num_runs: is for method random or tpe, which need it"),
+    ({"parameters": ONE, "method": "tpe"}, "num_runs: is for method random or tpe, which need it"),
     ({**RANDOM, "parameters": ONE, "seed": "x"}, "seed: expected int, got x"),
 ]
-for _source in ("{low: 1}", "{low: 2, high: 2}", "{low: 0, high: .inf}", "{low: '0', high: 2}", "{low: 0, hihg: 2}"):
-    UNPARSED.append(({**RANDOM, "parameters": {"a": yaml.safe_load(_source)}}, r"parameters\.a: is not a range of "))
-for _source in ("{low: 0, high: 2, log: true}", "{low: 0.5, high: 2, int: true}"):
+for _source in (
+    "{low: 1}",
+    "{low: 3, high: 2}",
+    "{low: '0', high: 2}",
+    "{low: 0, hihg: 2}",
+    "{low: 0, high: 2, log: true}",
+):
     UNPARSED.append(({**RANDOM, "parameters": {"a": yaml.safe_load(_source)}}, r"parameters\.a: is not a range of "))
 
 
@@ -269,7 +267,6 @@ def test_a_wrong_point_is_refused_before_any_run(parameters, says, sweep_file, t
     ("words", "says"),
     [
         (["--index", "2"], "index must be from 0 to 1, got 2"),
-        (["--count", "--dry-run"], "accepts one of --count, --dry-run and --results"),
         (["--results", "true", "--index", "0"], "index has no effect on --count, --dry-run and --results"),
         (["--results", "true"], "none of its 2 runs is done"),
     ],
@@ -286,16 +283,13 @@ def test_results_are_a_table_from_best_to_worst_the_means_over_seeds_and_a_csv_f
     assert main(["sweep", file, "--results", "true"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["point", "a", "seed_everything", *module.RESULT_COLUMNS]
-    assert lines[1][:8] == ["2", "1", "0", "1", "1", "1", "60", "done"]
+    assert lines[1][:7] == ["2", "1", "0", "1", "1", "1", "done"]
     assert [line[0] for line in lines[1:5]] == ["2", "0", "1", "3"]
-    assert lines[4][3:8] == ["-", "-", "-", "-", "unfinished"]
+    assert lines[4][3:7] == ["-", "-", "-", "unfinished"]
     assert lines[7:9] == [["1", "1", "-", "1"], ["2", "2.1", "0.1414", "2"]]
     with open("checkpoints/sweeps/tried/results.csv", newline="") as rows:
         found = [(row["point"], row["last"]) for row in csv.DictReader(rows)]
     assert found == [("2", "1.0"), ("0", "2.0"), ("1", "2.2"), ("3", "")]
-    default = sweep_file({"a": [2, 1], "seed_everything": [0, 2]}, metric={})
-    assert main(["sweep", default, "--results", "mine.csv"]) == 0
-    assert "3 of 4 done, by train/loss (last)" in capsys.readouterr().out
     other = sweep_file({"a": [2, 1], "seed_everything": [0, 2]}, metric={"column": "val/x"})
     assert main(["sweep", other, "--results", "mine.csv"]) == 2
     assert "has not logged 'val/x'; it must be one of train/loss" in capsys.readouterr().err
@@ -368,17 +362,3 @@ def test_a_signal_at_a_runs_last_step_or_before_the_first_run_starts_no_other(sw
     monkeypatch.setattr(module, "check_runs", lambda *_: os.kill(os.getpid(), TERM))
     assert main(["sweep", file]) == 143
     assert len(faked()) == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is a call of Linux")
-def test_a_killed_sweep_takes_its_run_along(tmp_path):
-    def sweep_one():
-        with Children.forwarding() as children:
-            children.run(["sh", "-c", f"echo $$ > {tmp_path / 'started'}; exec sleep 60"])
-
-    child, started = fork(sweep_one), tmp_path / "started"
-    wait_for(lambda: started.exists() and started.read_text().endswith("\n"), "the run")
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    stat = Path("/proc", started.read_text().strip(), "stat")
-    wait_for(lambda: not stat.exists() or ") Z " in stat.read_text(), "the end of the run", timeout_seconds=5)
