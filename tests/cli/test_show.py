@@ -61,12 +61,6 @@ def show(kind, models, name, *words):
     return main(["show", kind, "--model", str(models / name), *words])
 
 
-def rows_of(out):
-    """Weight and token of each row of the tables."""
-    rows = [line.split(maxsplit=2) for line in out.splitlines()]
-    return [(float(row[0]), row[2]) for row in rows if len(row) == 3 and row[0].startswith(("0.", "1."))]
-
-
 def write_run(folder, rows="50,,0.9,1.0\n"):
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text(HEADER + rows)
@@ -85,92 +79,47 @@ def test_curves_of_a_run_are_in_its_folder_and_those_of_several_in_the_working_f
         assert_refused(capsys, tmp_path, says, main, ["show", "curves", "--run", *words])
 
 
-def test_anchor_weights_of_a_model_with_another_pooling(models, tmp_path, capsys, monkeypatch):
-    (tmp_path / "anchor-tokens.html").touch()
+def test_anchor_weights_are_the_models_own_or_those_that_this_pooling_would_compute(
+    models, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # the page needs none
     assert show("anchor-tokens", models, "mean", TEXT, "dog") == 0
     assert (tmp_path / "anchor-tokens.html").read_bytes().startswith(b"<!DOCTYPE html>")
     out = capsys.readouterr().out
-    assert out.startswith("mean (mean pooling): hypothetical anchor weights\n")
-    assert "key axis, layer -1." in out
-    rows = rows_of(out)
-    tokens = ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "[CLS]", "dog", "[SEP]"]
-    assert [token for _, token in rows] == tokens
-    assert sum(weight for weight, _ in rows) == pytest.approx(2, abs=1e-3)
-    shares = [line.split()[-1] for line in out.splitlines() if line.endswith("%")]
-    assert shares == ["11.1%", "11.1%", "11.1%", "66.7%", "33.3%", "33.3%", "0.0%", "33.3%"]
+    assert out.startswith("mean (mean pooling): hypothetical anchor weights\nAnchor-token-aware pooling: axis key, ")
     assert [path.name for path in tmp_path.iterdir()] == ["anchor-tokens.html"]
+    assert show("anchor-tokens", models, "anchor", TEXT) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "anchor: its own anchor weights\nAnchor-token-aware pooling: axis key, layers [0], per_head Tr"
+    )
 
 
-def test_the_models_settings_are_defaults_and_each_option_changes_one(models, drawing, capsys):
-    given = [[], ["--layers", "-1"], ["--layers", "[0,-1]"], ["--axis", "query"], ["--per-head", "false"]]
-    given += [["--include-first", "false"], ["--by-visible-queries", "true"], ["--layers", "0"]]
-    for options in given:
-        assert show("anchor-tokens", models, "anchor", TEXT, *options) == 0
-    titles, subtitles = ([drawn[place] for drawn in drawing] for place in (1, 2))
-    assert titles[0] == titles[-1] == "anchor: its own anchor weights"
-    assert set(titles[1:-1]) == {"anchor: anchor weights with changed settings"}
-    own = "Anchor-token-aware pooling, key axis, layer 0, equal head weights"
-    assert subtitles == [
-        f"{own}.",
-        own.replace("layer 0", "layer -1") + ".",
-        own.replace("layer 0", "layers 0, -1") + ".",
-        own.replace("key", "query") + ".",
-        own.removesuffix(", equal head weights") + ".",
-        f"{own}, without the first token.",
-        f"{own}, by visible queries.",
-        f"{own}.",
-    ]
-    weights = [tuple(drawn[0][0].weight_T.tolist()) for drawn in drawing]
-    # All queries see every token here, so counting them changes nothing.
-    assert len(set(weights[:6])) == 6
-    assert weights[6] == pytest.approx(weights[0], abs=1e-6)
-    assert weights[5][0] == 0 < weights[0][0]
-
-
-def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
+def test_a_prompt_is_shown_without_a_weight(models, drawing):
     assert show("anchor-tokens", models, "mean", TEXT, "--role", "query") == 0
-    by_role = capsys.readouterr().out
     assert show("anchor-tokens", models, "mean", TEXT, "--prompt_name", "query", "--output", "other.html") == 0
-    assert capsys.readouterr().out.replace("other.html", "anchor-tokens.html") == by_role
-    lines = [line.split() for line in by_role.splitlines()]
-    assert ["-", "-", "[CLS]"] in lines
-    assert drawing[0][0][0].text == f"search_query: {TEXT}"
+    (by_role,), (by_name,) = (drawn[0] for drawn in drawing)
+    assert by_role.text == by_name.text == f"search_query: {TEXT}"
+    assert by_role.weight_T.tolist() == by_name.weight_T.tolist()
+    assert by_role.weight_T[0] == 0 < by_role.weight_T[-1]
     assert drawing[1][3].name == "other.html"
 
 
-def test_a_figure_and_a_table_of_latent_attention(models, tmp_path, capsys):
-    assert show("latent-attention", models, "latent", TEXT, "dog") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["latent-attention.html"]
-    assert (tmp_path / "latent-attention.html").read_bytes().startswith(b"<!DOCTYPE html>")
+def test_the_tokens_head_prompt_and_columns_of_latent_attention(models, drawing, capsys):
+    for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"], ["--by-text"]]:
+        assert show("latent-attention", models, "latent", TEXT, *options) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "latent: latents that its tokens attend to"
     assert lines[1].startswith("Latent attention, mean of 2 heads. Columns: the 24 of 30 latents with the most at")
-    rows = [line.split(maxsplit=2) for line in lines if line.endswith("%)")]
-    tokens = ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "mean"]
-    assert [row[1] for row in rows] == [*tokens, "[CLS]", "dog", "[SEP]", "mean"]
-    for number, name, latents in rows:
-        assert 1 <= float(number) <= 30
-        shares = [float(share.strip("()%")) for share in latents.split()[1::2]]
-        assert shares == sorted(shares, reverse=True)
-        assert len(shares) == (8 if name == "mean" else 3)
-    assert lines[-1] == "wrote latent-attention.html"
-    assert show("latent-attention", models, "latent", TEXT, "dog", "--by-text") == 0
-    assert (tmp_path / "latent-attention.html").read_text().count("<tr") == 3
-    assert capsys.readouterr().out.splitlines()[0] == "latent: latents that its texts attend to"
-
-
-def test_the_head_the_prompt_and_the_columns_can_be_chosen(models, drawing, capsys):
-    for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"]]:
-        assert show("latent-attention", models, "latent", TEXT, *options) == 0
-    (mean,), (first,), (second,), (prompted,) = (drawn[0] for drawn in drawing)
+    assert lines[-3] == "latent: latents that its texts attend to"
+    (mean,), (first,), (second,), (prompted,), (by_text,) = (drawn[0] for drawn in drawing)
+    assert list(mean.rows) == ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "mean"]
+    assert by_text.rows == [TEXT]
     assert abs(first.share_NC - mean.share_NC).max() > 0.01
     assert prompted.caption == f"search_query: {TEXT}"
-    assert [len(drawn[0][0].columns) for drawn in drawing] == [24, 24, 30, 24]
+    assert [len(drawn[0][0].columns) for drawn in drawing] == [24, 24, 30, 24, 24]
     # With all latents, the mean over the heads of a latent's column is in the plain map.
-    shares = dict(zip(mean.columns, mean.share_NC.T, strict=True))
-    of_second = dict(zip(second.columns, second.share_NC.T, strict=True))
-    of_first = dict(zip(first.columns, first.share_NC.T, strict=True))
+    shares, of_first, of_second = (dict(zip(m.columns, m.share_NC.T, strict=True)) for m in (mean, first, second))
     shared = shares.keys() & of_first.keys()
     assert len(shared) > 5
     for latent in shared:
@@ -179,29 +128,17 @@ def test_the_head_the_prompt_and_the_columns_can_be_chosen(models, drawing, caps
     assert "head 1 of 2. Columns: the 30 of 30 latents" in drawing[2][3]
 
 
-def test_a_figure_and_a_table_of_routing(models, tmp_path, capsys):
-    (tmp_path / "routing.html").touch()
-    assert show("routing", models, "sparse", *TEXTS) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["routing.html"]
-    assert (tmp_path / "routing.html").read_bytes().startswith(b"<!DOCTYPE html>")
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert lines[0] == "sparse: routing of the tokens of 2 texts"
-    assert lines[1].startswith("12 tokens with prompts and special tokens, each routed to 2 of 4 experts.")
-    assert lines[3].split() == ["layer", "entropy", "busiest/even", "idle", "0", "1", "2", "3"]
-    assert len({len(line) for line in lines[3:6]}) == 1
-    rows = [line.split() for line in lines[4:6]]
-    assert [row[0] for row in rows] == ["1", "3"]
-    for _, entropy, highest, idle, *shares in rows:
-        assert 0 <= float(entropy) <= 1
-        shares = [float(share.removesuffix("%")) for share in shares]
-        assert sum(shares) == pytest.approx(100, abs=0.2)
-        assert max(shares) / 25 == pytest.approx(float(highest), abs=0.01)
-        assert shares.count(0) == int(idle)
-    assert lines[-1] == "wrote routing.html"
+@pytest.mark.parametrize("line", ["latent-attention latent", "routing sparse"])
+def test_a_page_of_heat_maps_is_written(line, models, tmp_path, capsys):
+    kind, name = line.split()
+    (tmp_path / f"{kind}.html").touch()
+    assert show(kind, models, name, *TEXTS) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [f"{kind}.html"]
+    assert (tmp_path / f"{kind}.html").read_bytes().startswith(b"<!DOCTYPE html>")
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {kind}.html"
 
 
-def test_texts_may_come_from_a_file_and_prompts_are_counted(models, drawing, tmp_path, capsys):
+def test_texts_of_routing_may_come_from_a_file_and_prompts_are_counted(models, drawing, tmp_path):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[0]]))
     from_file = ["--input", "texts.jsonl"]
     by_name = [*from_file, "--prompt-name", "query", "--output", "other.html"]
@@ -209,12 +146,13 @@ def test_texts_may_come_from_a_file_and_prompts_are_counted(models, drawing, tmp
         assert show("routing", models, "sparse", *words) == 0
     by_role, by_name, plain = (drawn[0][0].share_NC for drawn in drawing)
     assert by_role.tolist() == by_name.tolist() != plain.tolist()
-    assert drawing[2][3].startswith("12 tokens with prompts") != drawing[0][3].startswith("12 tokens")
+    assert drawing[2][3].startswith("12 tokens with prompts and special tokens, each routed to 2 of 4 experts.")
+    assert not drawing[0][3].startswith("12 tokens")
     assert [drawn[4].name for drawn in drawing] == ["routing.html", "other.html", "routing.html"]
     assert drawing[1][2] == drawing[0][2] == "sparse: routing of the tokens of 2 texts"
 
 
-def test_one_run_or_several_may_be_given(tmp_path, drawing):
+def test_routing_of_one_run_or_several(tmp_path, drawing):
     for name in ("one", "two"):
         write_run(tmp_path / name)
     assert main(["show", "routing", "--runs", "one"]) == 0
@@ -306,17 +244,12 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
     ("line", "says"),
     [
         ("anchor-tokens --model mean", "texts"),
-        ("anchor-tokens --model mean TEXT --axis both", "axis"),
-        ("anchor-tokens --model mean TEXT --layers []", "pooling.layers must name a layer"),
-        ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
         ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory, not a file"),
         ("latent-attention --model latent TEXT --num-latents 0", "num_latents must be >= 1"),
         ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
         ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
         ("routing --model sparse", "TEXT or input must be given, got 'neither'; give texts, or --input FILE"),
         ("routing --model sparse --input a.jsonl TEXT", "TEXT or input must be given, got 'both'"),
-        ("routing --runs run TEXT", "TEXT has no effect on runs"),
-        ("routing --runs run --role query", "role has no effect on runs, got 'query'"),
         ("contextual-shift --model contextual --corpus alike.jsonl", "corpus must have two different documents"),
         ("contextual-shift --model contextual --corpus []", "corpus must have from 1 to 6 corpora"),
         ("contextual-shift --model contextual --corpus one.jsonl --num-documents 21", "num_documents must be from"),
