@@ -1,20 +1,15 @@
 """`encode`, `index`, `search` and `evaluate`: vectors of texts, search and evaluation."""
 
-import io
-import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
-from itertools import count
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import program, refuse_given
+from embeddings.common.errors import refuse_given
 from embeddings.common.io import GENERATOR, require_own_output, write_json
-from embeddings.common.jobs import ArrayTask, TaskOptions
+from embeddings.common.jobs import TaskOptions
 from embeddings.common.own_folder import record_files
 from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import choose_prompt, printable
@@ -37,8 +32,26 @@ from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.ivf import INDEX_FILE
 from embeddings.models.model_files import SCORES_FILE
 
-# For larger corpus files, `search` recommends running `encode` once.
-LARGE_CORPUS_BYTES = 2**20
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """The context documents of a contextual model.
+
+    Args:
+        context: The corpus to draw context documents from, a file or an encoded folder; without it there is no context.
+        context_size: Number of context documents to draw, repeated if the corpus is small; default the model's number.
+        context_seed: Random seed of this draw.
+    """
+
+    context: Path | None = None
+    context_size: int | None = None
+    context_seed: int = 0
+
+    def draw(self, encoder: Encoder) -> ContextDraw | None:
+        if self.context is not None:
+            return draw_context(encoder, self.context, self.context_size, self.context_seed)
+        refuse_given({"context_size": self.context_size}, "needs a corpus to draw from", "name one with --context")
+        return None
 
 
 def encode(
@@ -53,11 +66,10 @@ def encode(
     dimensions: int | None = None,
     vector_format: VectorFormat = "float32",
     shard_size: int | None = None,
-    context: Path | None = None,
-    context_size: int | None = None,
-    context_seed: int = 0,
     devices: int | str | None = None,
     tokenizer_workers: int | None = None,
+    *,
+    context: ContextOptions,
 ) -> None:
     """Encode the texts of a file into a folder of vectors, in shards; to resume, run the same command again.
 
@@ -72,32 +84,35 @@ def encode(
         prompt: Text to prepend to each text in place of a prompt of the model, such as `"query: "`.
         role: Role of the texts, which determines the default prompt and the maximum length.
         columns: Column names of `text`, `_id` or `title`, if they differ: `{text: query}`.
-        precision: Format of matrix products; `auto` is bfloat16 if the hardware supports it. `int8`, on a CPU only, is
-            faster than float32 and lowers scores slightly.
+        precision: Format of matrix products; `auto` is bfloat16 on hardware for it, `int8` is for a CPU only.
         dimensions: Number of leading dimensions to keep of each vector, for a Matryoshka model; default all.
-        vector_format: Storage format: `int8` with a scale for each vector, `binary` with signs, eight per byte.
-            `search` reads all formats, `index` float32 and float16, other commands float32.
-        shard_size: Texts per shard; an interruption loses the current one. Default 1,024 on a CPU or for a model of at
-            least a billion parameters, else 8,192.
-        context: The corpus from which a contextual model gets its context documents, a file or an encoded folder; use
-            the same for `search`. Without it the model encodes texts without context.
-        context_size: Number of context documents to draw, repeated if the corpus is small; default the model's number.
-        context_seed: Random seed of this draw.
-        devices: Devices that share the shards, one process on each: a number of GPUs (without GPUs, of CPU processes),
-            or names such as `cuda:0,cuda:1`. Default one GPU, or the CPU.
+        vector_format: `int8` stores a scale for each vector, `binary` signs. `search` reads all formats, `index`
+            float32 and float16, other commands float32.
+        shard_size: Texts per shard, of which an interruption loses one; default 1,024 or 8,192, by device and model.
+        devices: Devices that share the shards, one process on each: a number, or names such as `cuda:0,cuda:1`.
         tokenizer_workers: Processes that tokenise in advance; default one for each GPU, none on a CPU.
+        context: The context documents; use the same for `search`.
     """
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
     encoder = load_encoder(model, precision, dimensions, *names[:1])
     if tokenizer_workers is None:
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
-    drawn = draw_named_context(encoder, context, context_size, context_seed)
+    drawn = context.draw(encoder)
     warn_without_context(encoder, drawn is not None, "--context")
-    texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns}
-    texts["context"] = None if drawn is None else drawn.encoded(encoder)
-    files: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
-    folder = encode_corpus(encoder, input, output, **texts, **files, devices=names, tokenizer_workers=tokenizer_workers)
+    folder = encode_corpus(
+        encoder,
+        input,
+        output,
+        prompt_name=chosen,
+        role=role,
+        columns=columns,
+        context=None if drawn is None else drawn.encoded(encoder),
+        shard_size=shard_size,
+        vector_format=vector_format,
+        devices=names,
+        tokenizer_workers=tokenizer_workers,
+    )
     size = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 
@@ -113,15 +128,6 @@ def load_encoder(
         tune_malloc()
     warn_of_untrained(encoder, [] if dimensions is None else [dimensions])
     return encoder
-
-
-def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, seed: int) -> ContextDraw | None:
-    """The context documents drawn from a corpus; None without a corpus."""
-    if source is None:
-        if size is not None:
-            raise OptionError("context_size", size, "needs a corpus to draw from", "name one with --context")
-        return None
-    return draw_context(encoder, source, size, seed)
 
 
 def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
@@ -146,34 +152,24 @@ def search(
     top_k: int = 5,
     index: Literal["exact", "ivf"] = "exact",
     rescore_multiplier: int | None = None,
-    interactive: bool = False,
     precision: Precision = "auto",
     dimensions: int | None = None,
-    context: Path | None = None,
-    context_size: int | None = None,
-    context_seed: int = 0,
+    *,
+    context: ContextOptions,
 ) -> None:
-    """Print the documents nearest to a query, or to each line of input if no query is given.
+    """Print the documents nearest to a query, or to each line of standard input if no query is given.
 
     Args:
-        query: The query. Without it, queries are read from the terminal, one per line, until an empty line.
+        query: The query. Without it, queries are read from standard input, one per line, until an empty line.
         model: A model directory or Hub id.
         corpus: A corpus file, which each search encodes again, or a folder that `encode` wrote with the same model.
         top_k: Number of documents to print.
         index: `exact` compares with every document, `ivf` only with those that the folder's index finds (see `index`).
         rescore_multiplier: Binary vectors to rescore with the float query vector, per printed document; default 4.
-        interactive: Whether to read queries from standard input even if it is not a terminal.
         precision: Format of matrix products.
         dimensions: Number of leading dimensions to compare; an encoded folder must have the same number.
-        context: The corpus from which a contextual model gets its context documents, a file or an encoded folder. A
-            folder that `encode` wrote with a context contains it, and another one is refused.
-        context_size: Number of context documents to draw; default the model's number.
-        context_seed: Random seed of this draw.
+        context: The context documents; a folder that `encode` wrote with a context contains it.
     """
-    if query is not None and interactive:
-        raise OptionError("interactive", True, "must not be given with a query", "leave one out")
-    if query is None and not interactive and not is_terminal():
-        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
     if query is not None and not query.strip():
         raise OptionError("query", query, "must not be empty", "write what to search for")
     require_top_k(top_k)
@@ -183,27 +179,32 @@ def search(
         raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, then give the folder")
     nearest = None if index == "exact" else VectorIndex.open(VectorFolder.open(corpus)).search
     encoder = load_encoder(model, precision, dimensions)
-    drawn = draw_named_context(encoder, context, context_size, context_seed)
-    if corpus.is_file() and corpus.stat().st_size >= LARGE_CORPUS_BYTES:
-        options = {"precision": precision, "dimensions": dimensions, "context": context, "context_size": context_size}
-        chosen = {name: value for name, value in options.items() if value not in (None, "auto")}
-        words = ["encode", "--model", model, "--input", str(corpus), "--output", f"{corpus}.vectors"]
-        words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
-        line = f"{program()} {shlex.join(words)}"
-        logger.info("each search encodes %s again; encode it once, then search %s.vectors: %s", corpus, corpus, line)
+    drawn = context.draw(encoder)
     searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
     warn_without_context(encoder, searched.has_context, "--context")
+    if query is not None:
+        _print_hits(searched, query, top_k)
+        return
+    try:
+        while line := _next_line():
+            start = perf_counter()
+            _print_hits(searched, line, top_k)
+            print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)
+    except UnicodeDecodeError:
+        raise InputError("standard input", "is not valid UTF-8", "write it as UTF-8") from None
 
-    def answer(query: str) -> None:
-        (hits,) = searched.search([query], top_k)
-        for hit in hits:
-            text = printable(" ".join(hit.text.split()))[:160]
-            print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {text}")
 
-    if query is None:
-        answer_lines(answer)
-    else:
-        answer(query)
+def _next_line() -> str:
+    if sys.stdin.isatty():
+        print("query> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()
+
+
+def _print_hits(searched: CorpusSearch, query: str, top_k: int) -> None:
+    (hits,) = searched.search([query], top_k)
+    for hit in hits:
+        text = printable(" ".join(hit.text.split()))[:160]
+        print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {text}")
 
 
 def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0) -> None:
@@ -225,28 +226,6 @@ def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = 
     )
 
 
-def is_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-def answer_lines(answer: Callable[[str], None]) -> None:
-    """Answer each line of standard input, until the end or an empty line, and print the time it took."""
-    # Read bytes: a text stream decodes ahead, and would fail before it reaches an invalid line.
-    stream = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
-    for number in count(1):
-        if is_terminal():
-            print("query> ", end="", file=sys.stderr, flush=True)
-        try:
-            query = stream.readline().decode().strip()
-        except UnicodeDecodeError:
-            raise InputError(f"standard input:{number}", "is not valid UTF-8", "write it as UTF-8") from None
-        if not query:
-            break
-        start = perf_counter()
-        answer(query)
-        print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)
-
-
 def evaluate(
     model: str,
     data: Path | list[Path] | None = None,
@@ -265,22 +244,17 @@ def evaluate(
 
     Args:
         model: A model directory or Hub id.
-        data: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`. mteb scores all kinds except
-            retrieval and similarity.
+        data: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`.
         tasks: mteb tasks or benchmarks, task groups (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), AIR-Bench sets
-            (`air-bench`, `air-bench-qa-law-en`, `air-bench-24.04`), or folders as for `data`, whose results are then
-            saved; several as `[NAME, NAME]`. To resume at the first unfinished task, run the same command again.
+            (`air-bench`, `air-bench-qa-law-en`, `air-bench-24.04`), or folders as for `data`; several as
+            `[NAME, NAME]`. To resume at the first unfinished task, run the same command again.
         prompt_name: Name of the model's prompt for queries (retrieval, reranking) or all texts (other kinds).
-        instructions: With `tasks`, the instruction of each task for queries (retrieval) or all texts (other kinds): the
-            published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not together with
-            `prompt_name`.
-        output: A JSON file for the scores. With `tasks`, a folder for results in mteb's format, with a `scores.csv` for
-            each model and its settings.
+        instructions: With `tasks`, the instruction of each task: the published tables `nv-embed` and `mgh`, or a JSON
+            file `{"instructions": {TASK: TEXT}}`. Not together with `prompt_name`.
+        output: A JSON file for the scores; with `tasks`, a folder for results in mteb's format and a `scores.csv`.
         precision: Format of matrix products.
-        dimensions: Number of leading dimensions to compare, for a Matryoshka model; several as `[384, 128]`, computed
-            from one encoding; default all.
-        context_size: Number of context documents that a contextual model draws from each folder's or task's corpus;
-            without it the model encodes texts without context.
+        dimensions: Number of leading dimensions to compare, for a Matryoshka model; several as `[384, 128]`.
+        context_size: Number of documents that a contextual model draws as context from each folder's or task's corpus.
         context_seed: Random seed of this draw.
         task: Which of the tasks this process runs.
     """
@@ -290,57 +264,42 @@ def evaluate(
     widths = [dimensions] if isinstance(dimensions, int) else dimensions
     settings: dict[str, Any] = {"prompt_name": prompt_name, "widths": widths}
     settings |= {"context_size": context_size, "context_seed": context_seed}
-    if tasks is not None:
-        run = _planned_tasks(tasks, output, instructions, task.resolve(), settings)
-    else:
+
+    def load() -> Encoder:
+        encoder = load_encoder(model, precision, None)
+        warn_of_untrained(encoder, widths or [])
+        warn_without_context(encoder, context_size is not None, "--context-size")
+        return encoder
+
+    if data is not None:
         refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
-        folders = data if isinstance(data, list) else [data] if data is not None else []
-        if not folders:
-            raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
         if output is not None:
             require_own_output(output)
-        run = partial(_score_folders, folders=folders, output=output, settings=settings)
-    encoder = load_encoder(model, precision, None)
-    warn_of_untrained(encoder, widths or [])
-    warn_without_context(encoder, context_size is not None, "--context-size")
-    print(run(encoder, model))
-
-
-def _planned_tasks(
-    names: str | list[str], output: Path | None, instructions: str | None, task: ArrayTask, settings: dict[str, Any]
-) -> Callable[[Encoder, str], str]:
-    """A function that runs this process's tasks and returns the table of all; options are checked now."""
+        encoder = load()
+        results = evaluate_folders(encoder, data if isinstance(data, list) else [data], **settings)
+        if output is not None:
+            trained = {"trained_widths": list(encoder.embedder.trained_widths)}
+            write_json(output, [{"generator": GENERATOR, **asdict(result), **trained} for result in results])
+            if output.name == SCORES_FILE:
+                record_files(output.parent, SCORES_FILE)
+        print(format_results(results))
+        return
     if output is None:
         raise OptionError("output", None, "must be the folder for the tasks' results", "give --output FOLDER")
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output}", "is a file", "give a folder")
-    table = None if instructions is None else Instructions.read(instructions)
+    this_task, table = task.resolve(), None if instructions is None else Instructions.read(instructions)
     load_mteb()
     from embeddings.evaluation.air_bench import AirBenchTask, format_domains
     from embeddings.evaluation.task_runs import TaskSettings, find_tasks, format_table, run_tasks
 
-    chosen = TaskSettings(instructions=table, **settings)
-    tasks = find_tasks(names)
-
-    def run(encoder: Encoder, model: str) -> str:
-        scores = run_tasks(encoder, model, tasks, output, chosen, task.shards(len(tasks)))
-        missing = sum(not score.complete for score in scores)
-        pairs = [(one, score.scores) for one, score in zip(tasks, scores, strict=True) if isinstance(one, AirBenchTask)]
-        labelled = [(one.data, values) for one, values in pairs if one.data.has_labels]
-        domains = f"\n\n{format_domains(labelled)}" if labelled else ""
-        others = f"\nthis process's tasks are done, {missing} others are missing" if missing else ""
-        return format_table(scores) + domains + others
-
-    return run
-
-
-def _score_folders(
-    encoder: Encoder, model: str, *, folders: list[Path], output: Path | None, settings: dict[str, Any]
-) -> str:
-    results = evaluate_folders(encoder, folders, **settings)
-    if output is not None:
-        trained = {"trained_widths": list(encoder.embedder.trained_widths)}
-        write_json(output, [{"generator": GENERATOR, **asdict(result), **trained} for result in results])
-        if output.name == SCORES_FILE:
-            record_files(output.parent, SCORES_FILE)
-    return format_results(results)
+    found, chosen = find_tasks(tasks or []), TaskSettings(instructions=table, **settings)
+    scores = run_tasks(load(), model, found, output, chosen, this_task.shards(len(found)))
+    print(format_table(scores))
+    pairs = [(one, score.scores) for one, score in zip(found, scores, strict=True) if isinstance(one, AirBenchTask)]
+    labelled = [(one.data, values) for one, values in pairs if one.data.has_labels]
+    if labelled:
+        print(f"\n{format_domains(labelled)}")
+    missing = sum(not score.complete for score in scores)
+    if missing:
+        print(f"this process's tasks are done, {missing} others are missing")

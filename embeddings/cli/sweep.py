@@ -364,7 +364,7 @@ def collect(plan: Sweep, path: Path) -> None:
             groups.setdefault(tuple(label(run.point[key]) for key in others), []).append(result.value)
     _print_table(rows)
     if SEED_KEY in plan.names and others:
-        means = [
+        means: list[list[Any]] = [
             [*labels, statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None, len(values)]
             for labels, values in groups.items()
         ]

@@ -2,19 +2,16 @@
 
 import io
 import json
-import shlex
 
 import numpy as np
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.retrieval import answer_lines, is_terminal
-from embeddings.common import InputError
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
 from tests.evaluation.air_bench_sets import stand_in
 from tests.evaluation.task_sets import write_sets
-from tests.helpers.refusals import assert_refused, refused
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
 from tests.inference.models import tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -74,48 +71,29 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
     monkeypatch.setattr(Encoder, "from_pretrained", classmethod(counting))
     monkeypatch.setattr("sys.stdin", Typed("fox\nlazy dog\n\nnever\n"))
-    found = lines_of(capsys, *search, "--interactive")
+    found = lines_of(capsys, *search)
     assert loaded == [(model,)]
     assert [line for line in found if not line.endswith(" ms")] == expected[0] + expected[1]
     assert len([line for line in found if line.endswith(" ms")]) == 2
 
 
-@pytest.mark.parametrize("size", [1, 2**30])
-def test_for_a_large_corpus_file_the_command_that_encodes_it_once_is_printed(size, world, capsys, monkeypatch):
-    monkeypatch.setattr("embeddings.cli.retrieval.LARGE_CORPUS_BYTES", size)
-    model, corpus, vectors = world
-    capsys.readouterr()
-    for place in (corpus, vectors):
-        assert main(["search", "--model", model, "--corpus", place, *FLOAT32, "fox"]) == 0
-        said = [line for line in capsys.readouterr().err.splitlines() if "encode it once" in line]
-        if size > 1 or place == vectors:
-            assert said == []
-            continue
-        (line,) = said
-        words = shlex.split(line.rpartition(": python main.py ")[2])
-        assert words[-2:] == FLOAT32
-        assert main(words) == 0
-        assert main(["search", "--model", model, "--corpus", f"{corpus}.vectors", *FLOAT32, "fox"]) == 0
-
-
-def test_queries_from_a_terminal_need_no_option(world, capsys, monkeypatch):
-    model, _, vectors = world
+def test_a_terminal_shows_a_prompt_and_invalid_utf8_is_refused(world, capsys, monkeypatch):
+    line = ["search", "--model", world[0], "--corpus", world[2], "--top_k", "2"]
     monkeypatch.setattr("sys.stdin", Typed("fox\n", is_terminal=True))
-    assert len(lines_of(capsys, "search", "--model", model, "--corpus", vectors, "--top_k", "2")) == 5
+    assert len(lines_of(capsys, *line)) == 5
+    monkeypatch.setattr("sys.stdin", Typed(b"\xff\n"))
+    assert "standard input: is not valid UTF-8" in error_of(capsys, *line)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "query must be given, got None; write it last, or read queries with --interactive"),
-        (["--interactive", "fox"], "interactive must not be given with a query"),
         (["--index", "ivf", "fox"], "index needs an encoded folder, got 'ivf'"),
         (["--index", "hnsw", "fox"], "index"),
     ],
 )
-def test_an_impossible_search_is_reported_in_one_line(options, says, world, capsys, monkeypatch):
+def test_an_impossible_search_is_reported_in_one_line(options, says, world, capsys):
     model, corpus, _ = world
-    monkeypatch.setattr("sys.stdin", Typed("fox\n"))
     assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
 
 
@@ -128,37 +106,6 @@ class Typed(io.TextIOWrapper):
 
     def isatty(self):
         return self._is_terminal
-
-
-def answers(monkeypatch, stream):
-    found = []
-    monkeypatch.setattr("sys.stdin", stream)
-    answer_lines(found.append)
-    return found
-
-
-def test_queries_before_an_invalid_line_are_answered_and_its_number_is_named(monkeypatch):
-    found = []
-    monkeypatch.setattr("sys.stdin", Typed(b"good one\ncaf\xc3\xa9\nbad \xff\n"))
-    refused(InputError, r"^standard input:3: is not valid UTF-8; write it as UTF-8$", answer_lines, found.append)
-    assert found == ["good one", "café"]
-
-
-def test_a_line_is_answered_before_the_next_is_read(monkeypatch):
-    events, typed = [], Typed("one\ntwo\n")
-    read = typed.buffer.readline
-    typed.buffer.readline = lambda: (events.append("read"), read())[1]
-    monkeypatch.setattr("sys.stdin", typed)
-    answer_lines(events.append)
-    assert events == ["read", "one", "read", "two", "read"]
-
-
-def test_a_terminal_shows_a_prompt(monkeypatch, capsys):
-    assert answers(monkeypatch, Typed("one\n", is_terminal=True)) == ["one"]
-    assert capsys.readouterr().err == "query> query> "
-    assert is_terminal()
-    monkeypatch.setattr("sys.stdin", None)
-    assert not is_terminal()
 
 
 ENCODE = ["encode", "--model", "MODEL", "--input", "good.jsonl", "--output", "out"]
@@ -178,7 +125,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     found = capsys.readouterr().out
     assert len(found.splitlines()) == 16
     monkeypatch.setattr("sys.stdin", Typed("fox\n"))
-    assert main([*search, "--interactive"]) == 0
+    assert main(search) == 0
     assert capsys.readouterr().out.startswith(found)
     assert main([*encode]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
