@@ -29,7 +29,6 @@ from embeddings.inference import Encoder
 from embeddings.mining import (
     ClusterSettings,
     Decontaminator,
-    EncodedTexts,
     EncodingOptions,
     EvaluationTexts,
     FilterRules,
@@ -64,36 +63,36 @@ from embeddings.synthesis.validate import check_levels
 
 
 @dataclass(frozen=True)
-class JudgeOptions:
-    """Sources of relevance besides the teachers.
+class RecordOptions:
+    """The records of one source.
 
     Args:
-        levels: How negatives get a level from 1, the hardest, to 4, for the curriculum. `quantiles`: quarters of the
-            teacher's similarity over the candidates and as many random documents. `grades`: human judgments, that is
-            one step below the positive, further below, irrelevant or not judged, random.
-        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`) whose folder's corpus is
-            searched. Its queries are matched by their text.
-        reranker: A cross-encoder (sentence-transformers), a directory or Hub id. Its scores of the positives and the
-            chosen negatives become the output's `scores`, the targets of the loss MarginMSE.
+        input: A file, a glob, a list of these, or `hub:organisation/name`.
+        columns: Column name of each field whose column has a different name.
+        suspect_rows: How to treat records that contradict themselves.
     """
 
-    levels: Literal["quantiles", "grades"] | None = None
-    judgments: Path | None = None
-    reranker: str | None = None
+    input: str | list[str]
+    columns: dict[str, str | None] | None = None
+    suspect_rows: SuspectRows = "leave_out"
+
+    def source(self, **options: Any) -> SourceConfig:
+        given = {"columns": self.columns or {}, "suspect_rows": self.suspect_rows, **options}
+        return SourceConfig("input", self.input, **given)
 
 
 def mine(
     model: str | list[str],
-    input: str | list[str],
     output: Path,
     corpus: Path | None = None,
-    columns: dict[str, str | None] | None = None,
     conversion: Literal["pairs", "sts"] = "pairs",
     min_score: float | None = None,
-    suspect_rows: SuspectRows = "leave_out",
+    levels: Literal["quantiles", "grades"] | None = None,
+    judgments: Path | None = None,
+    reranker: str | None = None,
     shard_size: int = 8192,
     *,
-    judge: JudgeOptions,
+    records: RecordOptions,
     rules: NegativeRules,
     search: SearchOptions,
     encoding: EncodingOptions,
@@ -106,16 +105,19 @@ def mine(
 
     Args:
         model: The teacher, a model directory or Hub id; several as `[MODEL, MODEL]`, each of which can reject.
-        input: A file, a glob, a list of these, or `hub:organisation/name`; `conversion` describes the rows.
         output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
         corpus: A file of more candidate documents, with `text` and an optional `title`, besides the records' positives.
-        columns: Column name of each field whose column has a different name.
-        conversion: Format of the input: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
-            `sentence2` and `score`: each pair with a high score becomes two records, one in each direction.
+        conversion: `pairs`: records with `query` and `positive`; `sts`: rows with `sentence1`, `sentence2` and `score`,
+            of which each pair with a high score becomes two records, one in each direction.
         min_score: Minimum score of such a pair; default 4.
-        suspect_rows: How to treat records that contradict themselves.
+        levels: How negatives get a level from 1, the hardest, to 4. `quantiles`: quarters of the teacher's similarity
+            over the candidates and random documents. `grades`: human judgments: one step below the positive, further
+            below, irrelevant or not judged, random.
+        judgments: For `grades`, a qrels file (`FOLDER/qrels/train.tsv`) whose folder's corpus is searched. Its queries
+            are matched by their text.
+        reranker: A cross-encoder, a directory or Hub id, whose scores become the targets of the loss MarginMSE.
         shard_size: Records per shard.
-        judge: Sources of relevance besides the teachers.
+        records: The input.
         rules: Which candidates become negatives.
         search: How the nearest documents are found.
         encoding: How texts are encoded.
@@ -124,14 +126,14 @@ def mine(
     models = [model] if isinstance(model, str) else model
     encoded = encoding.encoded(len(models))
     search.check()
-    levels, judgments, judged = judge.levels, judge.judgments, None
+    judged = None
     if judgments is not None:
         judged, corpus = _judged_texts(judgments, levels, corpus)
-    reranker = None if judge.reranker is None else Reranker(judge.reranker, *encoding.device_names[:1])
+    judge = None if reranker is None else Reranker(reranker, *encoding.device_names[:1])
     report = mine_negatives(
-        SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows, min_score=min_score),
+        records.source(conversion=conversion, min_score=min_score),
         output,
-        Teachers(models, partial(_load, encoding=encoding), **encoding.prompts, encoded=encoded, reranker=reranker),
+        Teachers(models, partial(_load, encoding=encoding), **encoding.prompts, encoded=encoded, reranker=judge),
         rules,
         search=search,
         levels=None if levels is None else LevelRules(levels, judged, str(judgments)),
@@ -179,15 +181,13 @@ def mining_table(report: MiningReport) -> str:
 
 
 def cluster(
-    input: str | list[str],
     output: Path,
     model: str | None = None,
     features: Literal["vectors", "bm25"] = "vectors",
     svd_dim: int | None = None,
-    columns: dict[str, str | None] | None = None,
-    suspect_rows: SuspectRows = "leave_out",
     negatives: bool = False,
     *,
+    records: RecordOptions,
     settings: ClusterSettings,
     encoding: EncodingOptions,
     task: TaskOptions,
@@ -198,42 +198,44 @@ def cluster(
     columns and suspect_rows as here.
 
     Args:
-        input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
         output: The folder to write. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder; training
             reads them as a source's `surrogate_vectors`.
         model: The surrogate model, a directory or Hub id, for `--features vectors`.
         features: Cluster by the surrogate's vectors, or by words only (`bm25`: BM25 weights and a truncated SVD).
-        svd_dim: Width that [query; document] vectors are reduced to; not reduced by default. For `bm25`, the width of
-            each text; default 128.
-        columns: Column name of each field whose column has a different name.
-        suspect_rows: How to treat records that contradict themselves.
+        svd_dim: Width that [query; document] vectors are reduced to; default all, for `bm25` 128 for each text.
         negatives: Whether to encode the records' negatives too, to filter false ones; the clusters do not change.
+        records: The input.
         settings: How the rows are clustered.
         encoding: How texts are encoded.
         task: Which share of the work this process does.
     """
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
-    if features == "bm25":
-        _check_words_only(model, negatives, encoding)
     load_faiss(settings.gpu)
-    config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
+    config = records.source()
     source = open_cached(config)
     row_name = partial(record_place, config, source)
     num_clusters = settings.resolve_num_clusters(len(source.table))
     require_free(output)
     folder = encoding.vectors or output.with_name(f"{output.name}.vectors")
     with discard_on_user_error(output, folder):
-        if model is None:
+        if features == "bm25":
             pair_features: PairFeatures = Bm25Features(source, svd_dim, settings.seed, row_name)
         else:
-            encoder = _load(model, encoding)
+            encoder = _load(str(model), encoding)
             check_svd_dim(svd_dim, encoder.embedding_dim)
             # Check the memory that k-means needs before the source is encoded.
             settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
-            options: dict[str, Any] = {"encoded": encoding.encoded()[0], "task": task.resolve(), **encoding.prompts}
-            options |= {"negatives": negatives, "devices": encoding.device_names}
-            vectors = encode_pairs(encoder, source, folder, **options)
+            vectors = encode_pairs(
+                encoder,
+                source,
+                folder,
+                encoded=encoding.encoded()[0],
+                task=task.resolve(),
+                negatives=negatives,
+                devices=encoding.device_names,
+                **encoding.prompts,
+            )
             pair_features = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
         clusters = cluster_pairs(pair_features, source, output, settings, task.resolve())
     if clusters is None:
@@ -242,28 +244,16 @@ def cluster(
         print(f"wrote {clusters.num_clusters} clusters of {clusters.num_rows} rows to {output}")
 
 
-def _check_words_only(model: str | None, negatives: bool, encoding: EncodingOptions) -> None:
-    (encoded,) = encoding.encoded()
-    if model is not None or encoding.vectors is not None or encoded != EncodedTexts():
-        raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
-    options: dict[str, Any] = {"negatives": negatives or None, "devices": encoding.devices}
-    for name, value in encoding.prompts.items():
-        options |= {name[:-5]: value["text"]} if isinstance(value, dict) else {name: value}
-    refuse_given(options, "has no effect on --features bm25")
-
-
 def filter_records(
-    input: str | list[str],
     output: Path,
     model: str | None = None,
     decontaminate: Path | list[Path] | None = None,
     decontaminate_documents: bool = True,
     bm25_threshold: float | None = None,
-    columns: dict[str, str | None] | None = None,
     conversion: Literal["pairs", "class_by_example", "class_by_label", "binary_by_label"] = "pairs",
-    suspect_rows: SuspectRows = "leave_out",
     shard_size: int = 65_536,
     *,
+    records: RecordOptions,
     rules: FilterRules,
     encoding: EncodingOptions,
     task: TaskOptions,
@@ -275,25 +265,21 @@ def filter_records(
     `--segment-by language`, records are compared only with records of the same language.
 
     Args:
-        input: A file, a glob, a list of these, or `hub:organisation/name`; `conversion` describes the rows.
         output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
         model: A model directory or Hub id that finds inconsistent records; without it they are kept.
         decontaminate: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`.
-        decontaminate_documents: Whether to compare with documents of retrieval folders; turn it off if training uses
-            their corpus.
-        bm25_threshold: A text is similar to an evaluation text if it shares at least this fraction of that text's BM25
-            weight; at most 1.
-        columns: Column name of each field whose column has a different name.
-        conversion: Format of the input: `pairs`, records with `query` and `positive`; the others, rows with `text` and
-            `label`, for which only duplicates and evaluation texts are removed.
-        suspect_rows: How to treat records that contradict themselves.
+        decontaminate_documents: Whether to compare with the corpora of retrieval folders, which training may use.
+        bm25_threshold: The share of an evaluation text's BM25 weight that makes a text similar to it, at most 1.
+        conversion: `pairs`: records with `query` and `positive`; the others: rows with `text` and `label`, of which
+            only duplicates and evaluation texts are removed.
         shard_size: Records per shard.
+        records: The input.
         rules: Which records are removed.
         encoding: How texts are encoded.
         task: Which share of the work this process does.
     """
     report = filter_pairs(
-        SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows),
+        records.source(conversion=conversion),
         output,
         rules,
         decontaminator=decontaminator(decontaminate, bm25_threshold, decontaminate_documents),
@@ -324,8 +310,8 @@ def decontaminator(
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
     """The test texts of all evaluation folders at or below `roots`, as queries and as documents.
 
-    Texts of retrieval and reranking folders have one role; their documents are included only if `documents` is set.
-    Texts of other folders have both roles.
+    Documents of retrieval and reranking folders are included if `documents` is set. Texts of other folders have both
+    roles.
     """
     queries: list[str] = []
     document_texts: list[str] = []
@@ -354,7 +340,7 @@ def synthesize(
     output: Path,
     regenerate_negatives: str | list[str] | None = None,
     columns: dict[str, str | None] | None = None,
-    suspect_rows: SuspectRows | None = None,
+    suspect_rows: SuspectRows = "leave_out",
     judge: str | None = None,
     dry_run: bool = False,
     *,
@@ -375,7 +361,7 @@ def synthesize(
         output: The folder to write: `CATEGORY.jsonl` (or `records.jsonl`), and a journal of all answers.
         regenerate_negatives: Records that get four new negatives each: a file, a glob, a list, or `hub:OWNER/NAME`.
         columns: Column name of each field of these records whose column has a different name.
-        suspect_rows: How to treat those of these records that contradict themselves; default `leave_out`.
+        suspect_rows: How to treat those of these records that contradict themselves.
         judge: A model directory or Hub id; the report says whether its similarity to the query falls by level.
         dry_run: Whether to print the prompts only, without requests and files.
         plan: What to generate.
@@ -387,26 +373,18 @@ def synthesize(
     templates = Templates(METHODS[plan.method], prompts)
     if judge is not None and plan.method == "nv_embed":
         raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
+    source = None
+    if regenerate_negatives is not None:
+        source = RecordOptions(regenerate_negatives, columns, suspect_rows).source()
+    if dry_run:
+        print(generate.dry_run(plan, templates) if source is None else generate.regenerate_dry_run(source, templates))
+        return
     # Loaded before the first paid request.
-    encoder = None if judge is None or dry_run else load_encoder(judge)
-    if regenerate_negatives is None:
-        refuse_given({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives")
-        if dry_run:
-            print(generate.dry_run(plan, templates))
-            return
-        client = ChatClient(endpoint, sampling, limits)
+    encoder = None if judge is None else load_encoder(judge)
+    client = ChatClient(endpoint, sampling, limits)
+    if source is None:
         report = generate.synthesize(output, plan, templates, client, budget=budget)
     else:
-        unused = {name: getattr(plan, name) for name in ("num_examples", "num_tasks", "shares", "tasks")}
-        unused |= {"seeds": prompts.seeds, "languages": prompts.languages}
-        unused["method"] = None if plan.method == "mgh" else plan.method
-        refuse_given(unused, "has no effect on regenerate_negatives")
-        rows = suspect_rows or "leave_out"
-        source = SourceConfig("input", regenerate_negatives, columns=columns or {}, suspect_rows=rows)
-        if dry_run:
-            print(generate.regenerate_dry_run(source, templates))
-            return
-        client = ChatClient(endpoint, sampling, limits)
         report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, budget=budget)
     print(synthesis_table(report, output))
     if encoder is not None:
@@ -427,11 +405,8 @@ def synthesis_table(report: SynthesisReport, output: Path) -> str:
     """The numbers of answers, records, rejections and tokens, and the cost, as text."""
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
-    groups = {"rejected": report.rejected, "repaired": report.repaired}
-    counts = {(group, what): count for group, reasons in groups.items() for what, count in reasons.items()}
-    if counts:
-        rows = [(f"  {group}: {what.replace('_', ' ')}", count) for (group, what), count in counts.items()]
-        lines.append(format_table(rows))
+    for group, counts in (("rejected", report.rejected), ("repaired", report.repaired)):
+        lines += [f"  {group}: {what.replace('_', ' ')}  {count}" for what, count in counts.items()]
     if report.retries:
         lines.append(f"{report.retries} failed requests were retried")
     if report.num_given_up:

@@ -254,8 +254,6 @@ def test_tasks_share_the_work(source, tmp_path, capsys):
     ("options", "says"),
     [
         (["--cluster_size", "4", "--num_clusters", "4"], "replaces cluster_size"),
-        (["--negatives"], "negatives has no effect on --features bm25"),
-        (["--query-prompt", "query: "], "query_prompt has no effect on --features bm25"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, says, source, tmp_path, capsys):

@@ -110,12 +110,7 @@ BAD = [
     (["--method", "e5"], "method"),
     (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
     (["--max-attempts", "0"], "max_attempts must be >= 1"),
-    (["--columns", "{query: q}"], "columns needs regenerate_negatives"),
-    (["--suspect-rows", "keep"], "suspect_rows needs regenerate_negatives"),
     (["--regenerate-negatives", "bad.jsonl"], "bad.jsonl:1"),
-    (["--regenerate-negatives", "bad.jsonl", "--num-examples", "5"], "num_examples has no effect"),
-    (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no effect"),
-    (["--regenerate-negatives", "bad.jsonl", "--languages", "[Thai]"], "languages has no effect"),
     (["--output", "bad.jsonl"], "bad.jsonl: already exists and has no manifest"),
 ]
 
