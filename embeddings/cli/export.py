@@ -247,9 +247,6 @@ def compress(
         retrain: A config of `fit`, or several as `[base.yaml, method.yaml]`, to train the model with after pruning and
             before quantisation. Training starts from the pruned model, with LoRA that preserves its zeros; its logs,
             output and checkpoints go to `OUTPUT.work`. The config's pooling must be the model's.
-        pruning: Which weights become zero.
-        quantization: The format in which weights are stored.
-        calibration: The texts from which the inputs of each layer are computed.
     """
     from embeddings.interop.onnx import check_onnx
 

@@ -117,11 +117,6 @@ def mine(
             are matched by their text.
         reranker: A cross-encoder, a directory or Hub id, whose scores become the targets of the loss MarginMSE.
         shard_size: Records per shard.
-        records: The input.
-        rules: Which candidates become negatives.
-        search: How the nearest documents are found.
-        encoding: How texts are encoded.
-        task: Which share of the work this process does.
     """
     models = [model] if isinstance(model, str) else model
     encoded = encoding.encoded(len(models))
@@ -204,10 +199,6 @@ def cluster(
         features: Cluster by the surrogate's vectors, or by words only (`bm25`: BM25 weights and a truncated SVD).
         svd_dim: Width that [query; document] vectors are reduced to; default all, for `bm25` 128 for each text.
         negatives: Whether to encode the records' negatives too, to filter false ones; the clusters do not change.
-        records: The input.
-        settings: How the rows are clustered.
-        encoding: How texts are encoded.
-        task: Which share of the work this process does.
     """
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
@@ -273,10 +264,6 @@ def filter_records(
         conversion: `pairs`: records with `query` and `positive`; the others: rows with `text` and `label`, of which
             only duplicates and evaluation texts are removed.
         shard_size: Records per shard.
-        records: The input.
-        rules: Which records are removed.
-        encoding: How texts are encoded.
-        task: Which share of the work this process does.
     """
     report = filter_pairs(
         records.source(conversion=conversion),
@@ -364,11 +351,6 @@ def synthesize(
         suspect_rows: How to treat those of these records that contradict themselves.
         judge: A model directory or Hub id; the report says whether its similarity to the query falls by level.
         dry_run: Whether to print the prompts only, without requests and files.
-        plan: What to generate.
-        prompts: What the prompts contain.
-        sampling: How the model generates answers.
-        limits: How the endpoint is used.
-        budget: What the answers may cost.
     """
     templates = Templates(METHODS[plan.method], prompts)
     if judge is not None and plan.method == "nv_embed":

@@ -91,7 +91,6 @@ def encode(
         shard_size: Texts per shard, of which an interruption loses one; default 1,024 or 8,192, by device and model.
         devices: Devices that share the shards, one process on each: a number, or names such as `cuda:0,cuda:1`.
         tokenizer_workers: Processes that tokenise in advance; default one for each GPU, none on a CPU.
-        context: The context documents; use the same for `search`.
     """
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
@@ -168,7 +167,6 @@ def search(
         rescore_multiplier: Binary vectors to rescore with the float query vector, per printed document; default 4.
         precision: Format of matrix products.
         dimensions: Number of leading dimensions to compare; an encoded folder must have the same number.
-        context: The context documents; a folder that `encode` wrote with a context contains it.
     """
     if query is not None and not query.strip():
         raise OptionError("query", query, "must not be empty", "write what to search for")
@@ -256,7 +254,6 @@ def evaluate(
         dimensions: Number of leading dimensions to compare, for a Matryoshka model; several as `[384, 128]`.
         context_size: Number of documents that a contextual model draws as context from each folder's or task's corpus.
         context_seed: Random seed of this draw.
-        task: Which of the tasks this process runs.
     """
     if (data is None) == (tasks is None):
         which = "neither" if data is None else "both"
