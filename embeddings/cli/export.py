@@ -5,12 +5,11 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.configs import class_name, located, read_config
+from embeddings.cli.configs import located, read_config
 from embeddings.cli.parser import reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
@@ -56,18 +55,15 @@ def export(
 
     The checkpoint contains its module's config. Only this library's classes and PyTorch's optimisers are instantiated,
     and tensors are read without running code, so an untrusted checkpoint is safe to export. An embedding model gets a
-    card, `README.md`, with the training facts of the checkpoint and of its run's files, and the run's `curves.png` if
-    `show curves` wrote one.
+    card, `README.md`, with the training facts of the checkpoint and its run, and the run's `curves.png`.
 
     Args:
         checkpoint: A `.ckpt` file that `fit` wrote.
         output: The directory to write; an existing one is replaced once the new one is complete.
-        scores: A JSON file that `evaluate --output` wrote, for the card; `scores.json` in the directory is a copy.
+        scores: A JSON file that `evaluate --output` wrote, for the card and `scores.json`.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
-        format: `onnx` also writes the backbone's graph, as `onnx/model.onnx`, where sentence-transformers looks for it;
-            only for models that load without custom code. `onnx-int8` also writes that graph with int8 linear layers,
-            as `onnx/model_qint8_avx512_vnni.onnx`. `adapter` also writes the unmerged LoRA matrices, as `adapter/` in
-            peft's layout; the model itself always has them merged.
+        format: `onnx` also writes the backbone's graph, for models without custom code, `onnx-int8` also that graph
+            with int8 linear layers. `adapter` also writes the LoRA matrices, which the model has merged, for peft.
     """
     from embeddings.interop.onnx import check_onnx
 
@@ -122,8 +118,8 @@ def push(
 ) -> None:
     """Upload a model directory with its card to the Hugging Face Hub, in one commit.
 
-    Only the model's files are uploaded, with `README.md`, `scores.json` and the licence. The card shows the scores of
-    `scores.json`, which `evaluate --output` wrote. The token comes from `HF_TOKEN` or `hf auth login`.
+    Only the model's files are uploaded, with `README.md`, `scores.json` and the licence. The token comes from
+    `HF_TOKEN` or `hf auth login`.
 
     Args:
         model: The model directory.
@@ -162,19 +158,17 @@ def import_checkpoint(
     """Write the model directory of a published checkpoint, without running its code.
 
     Supported are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, cde-small v1 and v2,
-    LLM2Vec's adapters, and sentence-transformers directories. Only config.json, safetensors, the tokenizer and the
-    settings of a sentence-transformers directory are read. The checkpoint must be complete; unused tensors are named.
-    An embedding model gets a card, `README.md`, with the source, the licence of the source's card, prompts and usage.
-    Numbers that the model needs but no file states (cde-small's heads, rotation and windows, the maximum length) are
-    printed, and recorded in import.json.
+    LLM2Vec's adapters, and sentence-transformers directories. The checkpoint must be complete; unused tensors are
+    named. An embedding model gets a card with the source, its licence, prompts and usage. Numbers that the model needs
+    but no file states are printed, and recorded in import.json.
 
     Args:
         source: A directory or Hub id.
         output: The directory to write; an existing one is replaced once the new one is complete.
         revision: Commit, tag or branch of a Hub id.
         base: The models that an adapter was trained on, if its files do not say: directories or Hub ids, decoder last.
-        known_as: The published name of a renamed model, if its card defines settings that are in no file:
-            `nomic-embed-text-v1.5` (layer norm and widths) or `nomic-embed-text-v2-moe` (widths).
+        known_as: The published name of a renamed model whose card defines settings that are in no file:
+            `nomic-embed-text-v1.5` or `nomic-embed-text-v2-moe`.
         assume: Numbers that no file states, under the names that this command prints: `--assume.num_attention_heads 8`.
     """
     bases = [base] if isinstance(base, str) else base or ()
@@ -234,19 +228,17 @@ def compress(
 ) -> None:
     """Prune and quantise the matrices of a model's layers, layer by layer; to resume, run the same command again.
 
-    Embeddings, norms, pooling and head are unchanged. The output is a model directory with all other files of the
-    model's, and a card that describes the compression. Partial results are in `OUTPUT.work` until it is complete.
+    Embeddings, norms, pooling and head are unchanged. Partial results are in `OUTPUT.work` until the output, a model
+    directory with a card, is complete.
 
     Args:
         model: A model directory or Hub id.
         output: The directory to write; it must not exist.
         data: A retrieval folder on which the model is scored before and after.
-        format: `onnx` also writes the backbone's graph; `onnx-int8` also writes a graph with int8 linear layers (see
-            `export`). Graphs of quantised weights compute with the dequantised values.
+        format: `onnx` also writes the backbone's graph; `onnx-int8` also one with int8 linear layers (see `export`).
         device: Device on which each layer is compressed, `cpu` or `cuda`; default a GPU if there is one.
-        retrain: A config of `fit`, or several as `[base.yaml, method.yaml]`, to train the model with after pruning and
-            before quantisation. Training starts from the pruned model, with LoRA that preserves its zeros; its logs,
-            output and checkpoints go to `OUTPUT.work`. The config's pooling must be the model's.
+        retrain: A config of `fit` with the model's pooling, or several as `[base.yaml, method.yaml]`, to train the
+            pruned model with, by LoRA that preserves its zeros, before quantisation.
     """
     from embeddings.interop.onnx import check_onnx
 
@@ -259,8 +251,7 @@ def compress(
     before = None if folder is None else score(str(job.source), folder, device)
     seconds = -time.perf_counter()
     configs = [retrain] if isinstance(retrain, Path) else retrain
-    train = None if configs is None else retraining(configs, pruning)
-    staged = job.run(train)
+    staged = job.run(None if configs is None else retraining(configs, pruning))
     seconds += time.perf_counter()
     lines = write_graphs(staged, output, with_int8=format == "onnx-int8") if format != "torch" else []
     after = None if folder is None else score(str(staged), folder, device)
@@ -271,7 +262,10 @@ def compress(
 
 
 def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
-    """A function that trains a pruned model directory with configs of `fit` and returns the new directory."""
+    """A function that trains a pruned model directory with configs of `fit` and returns the new directory.
+
+    Its runs are in folders named by a hash of model and configs, so only an unfinished one trains again.
+    """
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
     contents = [read_config(located(str(path))) for path in configs]
@@ -280,34 +274,24 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
         from embeddings.cli.fit import run_trainer
 
         key = sha256(json.dumps([model.name, *contents], default=str).encode()).hexdigest()[:12]
-        folder, target = work / f"retrain-{key}", work / f"retrained-{key}"
+        folder = work / f"retrain-{key}"
+        target = folder / "model"
         if target.exists():
             return target
-        copies = deepcopy(contents)
-        exported = [export_to(target, config) for config in copies]
+        added = [
+            component("lightning.pytorch.callbacks.ModelCheckpoint", every_n_train_steps=20, save_last=True),
+            # It replaces that of the configs.
+            component("embeddings.callbacks.ExportModel", output=str(target)),
+        ]
         options: dict[str, Any] = {"initial_model": str(model)}
         if pruning.prune is not None:
             options["lora"] = {"keep_zeros": True, "dropout": 0.0}
-        added = [component("lightning.pytorch.callbacks.ModelCheckpoint", every_n_train_steps=20, save_last=True)]
-        if not any(exported):
-            added.append(component("embeddings.callbacks.ExportModel", output=str(target), replace=True))
-        logger = component("lightning.pytorch.loggers.CSVLogger", save_dir=str(folder), name="runs")
-        trainer = {"default_root_dir": str(folder), "logger": logger, "callbacks+": added}
-        configs = [*copies, {"trainer": trainer, "model": {"init_args": options}}]
-        run_trainer(["fit", *(f"--config={json.dumps(config, default=str)}" for config in configs), "--ckpt_path=auto"])
+        own = {"model": {"init_args": options}, "trainer": {"callbacks+": added}}
+        words = [f"--config={json.dumps(config, default=str)}" for config in (*contents, own)]
+        run_trainer(["fit", *words, f"--run-dir={folder}", "--ckpt_path=auto"])
         return target
 
     return train
-
-
-def export_to(target: Path, config: dict[str, Any]) -> bool:
-    """Redirect the `ExportModel` of a config to `target`; returns whether the config has one."""
-    trainer, has_export = config.get("trainer") or {}, False
-    for callback in [*(trainer.get("callbacks") or []), *(trainer.get("callbacks+") or [])]:
-        if isinstance(callback, dict) and class_name(callback) == "ExportModel":
-            callback["init_args"] = {**callback.get("init_args", {}), "output": str(target), "replace": True}
-            has_export = True
-    return has_export
 
 
 def component(class_path: str, **init_args: Any) -> dict[str, Any]:
