@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import embeddings
-from embeddings.cli.configs import CONFIGS, read_recipes
+from embeddings.cli.parser import CONFIGS, read_recipes
 from embeddings.common.errors import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.configs import located, read_config
-from embeddings.cli.parser import reason
+from embeddings.cli.parser import located, read_config, reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint

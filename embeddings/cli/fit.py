@@ -33,9 +33,8 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
-from embeddings.cli.configs import check_configs, expand_recipe, parse_yaml
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.parser import OneLineParser, reason, with_hint
+from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
 from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.class_paths import restricted_imports

@@ -9,9 +9,8 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
-from embeddings.cli.configs import CONFIGS
 from embeddings.cli.errors import INTERRUPTED, RESUMABLE, ConfigError, run_guarded
-from embeddings.cli.parser import OneLineParser
+from embeddings.cli.parser import CONFIGS, OneLineParser
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.process import (

@@ -1,27 +1,197 @@
-"""The parser of all commands: jsonargparse with one-line errors, boolean flags and safely read configs."""
+"""Configs and the parser of all commands: jsonargparse with one-line errors, boolean flags and configs read once."""
 
+import csv
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from keyword import iskeyword
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
+import yaml
+from jsonargparse import (  # type: ignore[attr-defined]
+    ActionConfigFile,
+    ActionYesNo,
+    ArgumentParser,
+    Namespace,
+    get_loader,
+)
 
-from embeddings.cli.configs import Config, check_colons, read_configs
 from embeddings.cli.errors import ConfigError
-from embeddings.common import UserError
+from embeddings.common import InputError, UserError
 from embeddings.common.class_paths import VARIABLE, may_import, named_function, refused_path, trust_hint
+from embeddings.common.errors import CHECKOUT, PACKAGE, shown
 from embeddings.common.text import one_line
+
+FOLDER = "lightning_configs"
+# The library's configs: in the top folder of a checkout, or inside the installed package.
+CONFIGS = (CHECKOUT or PACKAGE) / FOLDER
+RECIPES = f"{FOLDER}/recipes.csv"
+
+# A value of `--config` that names a file; anything else is the config's text.
+_FILE_NAME = re.compile(r"[^{\n]+")
+
+# A config as written: its path, or its text, and its content.
+Config = tuple[str, dict[str, Any]]
+
+
+def located(path: str) -> str:
+    """The path of a config: as written, or else inside the library, so that `lightning_configs/…` works anywhere."""
+    in_library = CONFIGS.parent / path
+    is_library_name = Path(path).parts[:1] == (FOLDER,)
+    return str(in_library) if is_library_name and not _is_file(path) and _is_file(str(in_library)) else path
+
+
+def read_recipes() -> dict[str, dict[str, str]]:
+    """The rows of the recipe table by name; an empty value means that it was not measured."""
+    with open(located(RECIPES), encoding="utf-8", newline="") as file:
+        return {row["recipe"]: row for row in csv.DictReader(file)}
+
+
+def expand_recipe(argv: Sequence[str]) -> list[str]:
+    """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their order."""
+    position = next((index for index, word in enumerate(argv) if re.match("--recipe(=|$)", word)), None)
+    if position is None:
+        return list(argv)
+    name, *rest = [*argv[position].split("=", 1)[1:], *argv[position + 1 :]] or [""]
+    recipes = read_recipes()
+    if name not in recipes:
+        near = get_close_matches(name, recipes, n=3)
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = f"{guess}{RECIPES} lists {'all' if near else ', '.join(recipes)}"
+        raise ConfigError(f"there is no recipe {shown(name)}; {one_line(hint, 220)}")
+    configs = [word for config in recipes[name]["configs"].split() for word in ("--config", config)]
+    return [*argv[:position], *configs, *rest]
+
+
+def check_configs(configs: Sequence[Config], argv: Sequence[str]) -> None:
+    """Refuse a second config that chooses a method, and a config that drops callbacks of an earlier one.
+
+    Without this check the second method would silently inherit nested arguments of the first, and the run would
+    silently lose its checkpoints.
+    """
+    chosen = [path for path, content in configs if chooses(content, "model")]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give only one method config")
+    for part in ("model", "data"):
+        if any(re.match(rf"--{part}(\.class_path)?(=|$)", word) for word in argv):
+            continue
+        first = next((config for config in configs if config[1].get(part)), None)
+        if first is not None and not chooses(first[1], part):
+            what = f"sets {part}.{next(iter(first[1][part]))} before any config chooses {part}.class_path"
+            raise ConfigError(f"{first[0]}: {what}; give the config that chooses it first")
+    callbacks: list[str] = []
+    for path, content in configs:
+        trainer = content.get("trainer")
+        for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
+            names = [class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+            if key == "callbacks+":
+                callbacks += names
+            elif key == "callbacks":
+                dropped = [name for name in callbacks if name not in names]
+                if names and dropped:
+                    hint = "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
+                    what = f"trainer.callbacks drops {', '.join(dropped)} of an earlier config"
+                    raise ConfigError(f"{path}: {what}; {hint}")
+                callbacks = names
+
+
+def chooses(content: Mapping[str, Any], part: str) -> bool:
+    """Whether a config chooses the class of `model` or `data`."""
+    value = content.get(part)
+    return isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value)
+
+
+def class_name(part: Any) -> str:
+    """The class name, without modules, of a callback or logger in a config."""
+    path = part.get("class_path") if isinstance(part, Mapping) else part
+    return str(path).rpartition(".")[2]
+
+
+def unfolded(value: Any) -> Any:
+    """The value with each dotted key (`a.b`) expanded to nested mappings."""
+    if isinstance(value, list):
+        return [unfolded(element) for element in value]
+    if not isinstance(value, Mapping):
+        return value
+    nested: dict[str, Any] = {}
+    for key, content in value.items():
+        first, _, rest = str(key).partition(".")
+        inner, other = unfolded({rest: content} if rest else content), nested.get(first)
+        nested[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+    return nested
+
+
+def read_configs(path: str) -> list[Config]:
+    """A config, `unfolded`, after the one that it includes under `config:`, relative to its own folder."""
+    path = located(path)
+    content = unfolded(read_config(path))
+    included = content.pop("config", None)
+    if included is None:
+        return [(path, content)]
+    if not isinstance(included, str):
+        raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
+    is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
+    other = os.path.normpath(Path(path).parent / included) if is_path else included
+    if other == path:
+        raise InputError(f"--config {path}", "includes itself", "remove its config: key")
+    return [*read_configs(other), (path, content)]
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The content of a config: a file, or the text itself."""
+    where = f"--config {path}"
+    if _is_file(path):
+        content = read_yaml(path, where)
+    elif _FILE_NAME.fullmatch(path):
+        raise InputError(where, "no such file", f"the library's configs are in {CONFIGS}")
+    else:
+        where = "--config"
+        content = parse_yaml(path, where)
+    if not isinstance(content, dict):
+        raise InputError(where, "contains no options", "write them as OPTION: VALUE")
+    return content
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except OSError:  # a config's text, too long for a file name
+        return False
+
+
+def read_yaml(path: str | Path, where: str) -> Any:
+    """The content of a YAML file; `where` names it in an `InputError`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(where, f"not a YAML file: byte {error.start + 1} is not UTF-8", "save it as UTF-8") from error
+    except OSError as error:
+        raise InputError(where, f"cannot be read ({error.strerror})", "check the path and its permissions") from error
+    return parse_yaml(text, where)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The content of a YAML text, read as by the parser: `1e-5` is a number, and a date is text."""
+    try:
+        content = get_loader("yaml")(text)
+        json.dumps(content)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InputError(where, f"not a YAML file: {error.problem}{line}", "correct the line") from error
+    except (yaml.YAMLError, KeyError, RecursionError, TypeError, ValueError) as error:
+        # A value that JSON does not have, an alias that contains itself, or a number of too many digits.
+        raise InputError(where, f"not a YAML file: {one_line(str(error), 200)}", "correct the line") from error
+    return content
+
 
 CONFIG_HELP = "a YAML file of these options; several are merged from left to right"
 
-# A word between braces or commas.
-_PAIR = re.compile(r"(?<=[{,])\s*([^\s{}\[\],'\"]+)\s*(?=[,}])")
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
 _CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
@@ -76,10 +246,6 @@ class OneLineParser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         self.words = list(args or [])
-        for previous, word in zip(["", *self.words], self.words, strict=False):
-            name, _, value = word.partition("=") if word.startswith("--") else (previous, "", word)
-            if name.startswith("--") and value.startswith(("{", "[")):
-                check_colons(dict.fromkeys(_PAIR.findall(value)), name)
         return super().parse_args(args, *rest, **kwargs)
 
     def add_config(self, path: str, content: dict[str, Any]) -> None:
@@ -120,22 +286,6 @@ class OneLineParser(ArgumentParser):
             super().validate(namespace, **kwargs)
             raise
 
-    def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Replace `{}` under an unknown name by null, which is refused: jsonargparse would drop an empty mapping."""
-        cfg = Namespace(cfg) if isinstance(cfg, dict) else cfg  # type: ignore[no-untyped-call]
-        for key in _empty_keys(cfg):
-            if not self.accepts(key):
-                cfg[key] = None
-        return super()._apply_actions(cfg, *args, **kwargs)
-
-    def accepts(self, key: str) -> bool:
-        """Whether a dotted key is an option, a group of options, or inside an option's value."""
-        # An option whose value is a class has a second action, `.help`.
-        names = {action.dest for action in self._actions if not action.dest.endswith(".help")}
-        groups = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-        parts = any(key.startswith(f"{name}.") for name in names - groups)
-        return key in names or parts or any(name.startswith(f"{key}.") for name in names)
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise a one-line `ConfigError`; parsers nested inside types keep jsonargparse's exception."""
         if not self.exit_on_error:
@@ -150,36 +300,22 @@ class OneLineParser(ArgumentParser):
         raise ConfigError(explain(message, [option for option in options if option != "--help"], keys)) from ex
 
     def normalised(self, argv: Sequence[str]) -> list[str]:
-        """The words with options as they are spelled here, and flags without values; words after `--` stay unchanged.
+        """The words with options as they are spelled here; words after `--` stay unchanged.
 
-        `--top_k=3` becomes `--top-k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no-force`.
+        `--top_k=3` becomes `--top-k=3`, and `--force=false` becomes `--no-force`.
         """
         spelled = {name.replace("_", "-"): name for name in self._option_string_actions}
-        flags = {name for name, action in self._option_string_actions.items() if isinstance(action, ActionYesNo)}
         end = list(argv).index("--") if "--" in argv else len(argv)
         words: list[str] = []
-        flag = ""  # the previous word, if it is a boolean flag that a value may follow
         for word in argv[:end]:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 name = spelled.get(name.replace("_", "-"), name)
-            if flag and word in ("true", "false"):
-                name, value = words.pop(), word
-            flag = name if name in flags and not equals + value else ""
-            if name in flags and value in ("true", "false"):
-                name, equals, value = (name if value == "true" else f"--no-{name[2:]}"), "", ""
-            words.append(f"{name}{equals}{value}")
+            if value in ("true", "false") and isinstance(self._option_string_actions.get(name), ActionYesNo):
+                words.append(name if value == "true" else f"--no-{name[2:]}")
+            else:
+                words.append(f"{name}{equals}{value}")
         return [*words, *argv[end:]]
-
-
-def _empty_keys(value: Any) -> list[str]:
-    """The dotted keys of empty mappings."""
-    items = value.__dict__ if isinstance(value, Namespace) else value
-    keys = []
-    for name, inner in items.items():
-        if isinstance(inner, (Namespace, dict)):
-            keys += [f"{name}.{key}" for key in _empty_keys(inner)] if inner else [str(name)]
-    return keys
 
 
 def keys_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -20,9 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from embeddings.cli.configs import expand_recipe, located, read_configs, read_yaml
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.parser import OneLineParser
+from embeddings.cli.parser import OneLineParser, expand_recipe, located, read_configs, read_yaml
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.errors import CHECKOUT, program, refuse_given, require
 from embeddings.common.io import atomic_path, file_lock, read_json_or_empty, require_own_output

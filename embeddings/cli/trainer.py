@@ -18,8 +18,8 @@ from embeddings.callbacks.loops import resume_exactly
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.run_record import ResumedRun, RunRecord, keep_metrics, run_logger
-from embeddings.cli.configs import CONFIGS
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.parser import CONFIGS
 from embeddings.common import InputError, PreemptedError
 from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown

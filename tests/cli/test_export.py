@@ -260,7 +260,7 @@ def test_a_checkpoint_is_converted_and_one_line_has_its_size(
 ) -> None:
     source = source_folder(tmp_path / "source", has_head)
     capsys.readouterr()  # discard what libraries printed while the source was written
-    options = ["--num-positions", "3000", "--rope-theta", "20000", "--keep-head", str(has_head).lower()]
+    options = ["--num-positions", "3000", "--rope-theta", "20000", f"--keep-head={str(has_head).lower()}"]
     assert convert(source, tmp_path / "new" / "rotary", *options) == 0
     out = capsys.readouterr().out
     backbone, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "new" / "rotary")))

@@ -36,7 +36,7 @@ def world(tmp_path_factory, model):
     assert main([*encode, "--model", "contextual", "--output", "contextual_vectors", "--context", "corpus.jsonl"]) == 0
     assert main(["index", "--vectors", "vectors", "--num_lists", "2"]) == 0
     cluster = ["cluster", "--input", "pairs.jsonl", "--output", "clusters", "--model", model, "--vectors", "pairs"]
-    assert main([*cluster, "--num_clusters", "3", "--num_iterations", "2", "--negatives", "true"]) == 0
+    assert main([*cluster, "--num_clusters", "3", "--num_iterations", "2", "--negatives"]) == 0
     shutil.copytree(open_cached(SourceConfig("a", "pairs.jsonl"), "cache").folder, "converted")
     os.chdir(before)
     return folder

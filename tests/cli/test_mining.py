@@ -225,7 +225,7 @@ def test_vectors_of_negatives_are_written_on_request_and_do_not_change_the_clust
     ids = []
     for negatives in ("false", "true"):
         line = ["cluster", "--input", str(source), "--output", str(tmp_path / negatives), "--cluster_size", "8"]
-        line += ["--model", model, "--precision", "float32", "--num_iterations", "3", "--negatives", negatives]
+        line += ["--model", model, "--precision", "float32", "--num_iterations", "3", f"--negatives={negatives}"]
         assert main(line) == 0
         ids.append(np.load(tmp_path / negatives / "cluster_ids.npy").tolist())
     assert ids[0] == ids[1]

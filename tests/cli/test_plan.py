@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from embeddings.cli import fit
-from embeddings.cli.configs import read_recipes
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.parser import read_recipes
 from embeddings.cli.plan import num_devices
 from embeddings.data import store
 from tests.helpers.refusals import assert_refused

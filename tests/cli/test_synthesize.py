@@ -65,12 +65,12 @@ def test_pairs_get_new_negatives(work, capsys):
 
 def test_a_dry_run_prints_prompts_and_needs_neither_server_nor_client(work, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    assert run("http://nowhere.invalid/v1", "--dry-run", "true", "--languages", "[Thai]") == 0
+    assert run("http://nowhere.invalid/v1", "--dry-run", "--languages", "[Thai]") == 0
     printed = capsys.readouterr().out
     assert printed.count("=== ") == 10
     assert "Query and documents are in Thai" in printed
     (work / "pairs.jsonl").write_text('{"query": "a question", "positive": "its answer"}\n')
-    assert run("http://nowhere.invalid/v1", "--dry-run", "true", "--regenerate-negatives", "pairs.jsonl") == 0
+    assert run("http://nowhere.invalid/v1", "--dry-run", "--regenerate-negatives", "pairs.jsonl") == 0
     assert "its answer" in capsys.readouterr().out
     assert not (work / "out").exists()
 

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 import embeddings as emb
 from embeddings.callbacks import RunHealth, Throughput
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.configs import CONFIGS
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.parser import CONFIGS
 from embeddings.common import TextSettings
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import LatentAttentionPooling

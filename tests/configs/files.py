@@ -6,8 +6,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from embeddings.cli.configs import read_yaml
 from embeddings.cli.fit import run_trainer
+from embeddings.cli.parser import read_yaml
 from embeddings.data.sources import SourceConfig
 from tests.helpers.runs import write_config
 

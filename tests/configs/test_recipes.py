@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from embeddings.cli.configs import read_recipes
 from embeddings.cli.fit import check_arguments, run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.parser import read_recipes
 from embeddings.cli.sweep import Sweep
 from tests.configs.files import CONFIGS, read
 from tests.helpers.runs import write_config

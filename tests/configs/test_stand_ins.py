@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from embeddings.cli.configs import read_recipes
 from embeddings.cli.main import main
+from embeddings.cli.parser import read_recipes
 from embeddings.common.io import read_metrics
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embeddings.cli.configs import read_recipes
 from embeddings.cli.main import main
+from embeddings.cli.parser import read_recipes
 from embeddings.common import TextSettings
 from embeddings.data.docstrings import prepare_docstrings
 from embeddings.models import Embedder, MeanPooling

@@ -287,7 +287,7 @@ def test_every_file_is_uploaded_unchanged_and_weights_by_the_lfs_protocol(kind, 
     models = {"plain": embedder, "with code": lambda: embedder(prompts={"query": "q:"}), "contextual": tiny_contextual}
     folder = written(tmp_path / "model", models[kind]())
     (folder / "scores.json").write_text(json.dumps(SCORES[:1]))
-    assert main(["push", str(folder), f"{OWNER}/model", "--private", "true", "--message", "First words"]) == 0
+    assert main(["push", str(folder), f"{OWNER}/model", "--private", "--message", "First words"]) == 0
     expected = content(folder, f"{OWNER}/model")
     assert committed(hub, f"{OWNER}/model") == expected
     card = expected["README.md"].decode()
@@ -346,7 +346,7 @@ def test_an_existing_repository_is_refused_and_an_update_deletes_old_model_files
     written(folder)
     words = ["push", str(folder), f"{OWNER}/model"]
     assert_refused(capsys, tmp_path, f"{OWNER}/model: exists already; name another, or commit", main, words)
-    assert main([*words, "--update", "true", "--message", "Again"]) == 0
+    assert main([*words, "--update", "--message", "Again"]) == 0
     assert committed(hub, f"{OWNER}/model") == {
         **content(folder, f"{OWNER}/model"),
         "token_counts.csv": b"kept",

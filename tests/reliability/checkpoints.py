@@ -62,7 +62,7 @@ def adapters_alone(folder: Path) -> None:
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
 
 
-EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
+EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --no-keep-head"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
 CASES = {
     SEARCH: {

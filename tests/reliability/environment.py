@@ -9,7 +9,7 @@ from tests.reliability.cases import ENCODE, FILTER, FIT, MINE, Make, at, both, c
 from tests.reliability.world import Place
 
 SHOW = "show curves --run run --output out.png"
-CONVERT = "convert --source BACKBONE --output out --keep-head false"
+CONVERT = "convert --source BACKBONE --output out --no-keep-head"
 SEARCH = "search --model MODEL --corpus corpus.jsonl fox"
 SYNTHESIZE = "synthesize --endpoint http://127.0.0.1:9/v1 --model m --num-examples 2 --max-retries 0 --output out"
 corpus = rows("corpus.jsonl", {"text": "a fox"})
@@ -87,7 +87,7 @@ CASES = {
     },
     CONVERT: {"a file in place of a model": (in_the_way, "output leads to out, which is not a folder")},
     FIT: {
-        "a named pipe as a config": (pipe("config.yaml"), "config.yaml: is not a regular file"),
+        "a named pipe as a config": (pipe("config.yaml"), "config.yaml: no such file"),
         "a device as records": (
             at("data.init_args", sources=[{"name": "a", "path": "/dev/zero"}]),
             "/dev/zero: is not a regular file",
@@ -113,7 +113,7 @@ CASES = {
         "an unreachable endpoint": (nothing, "http://127.0.0.1:9/v1: ", 74),
     },
     MINE: {"missing faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'")},
-    MINE + " --gpu true": {"a search without a GPU": (pairs, "gpu needs")},
+    MINE + " --gpu": {"a search without a GPU": (pairs, "gpu needs")},
     ENCODE + " --precision float16": {
         "float16 as precision": (corpus, "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16")
     },

@@ -148,14 +148,12 @@ CASES = {
         "JSON lines in a .parquet file": (put("pairs.parquet", LINE), "pairs.parquet: is not a Parquet file")
     },
     SEARCH.replace("fox", "' '"): {"an empty query": (rows("corpus.jsonl", {"text": "a"}), "query must not be empty")},
-    SHOW + " \u200b\u200b": {"a text of special tokens only": (put("a", ""), "TEXT must have a token that is not")},
     f"{FILTER} --suspect-rows refuse": {
         "a positive that is the query": (
             pairs(positive="pad sequences"),
             "1 suspect row: pairs.jsonl:2 (a positive is the query itself); correct them, or set suspect_rows: leave_",
         )
     },
-    EVALUATE.replace(" eval ", " [] "): {"an empty list of folders": (put("a", ""), "--data: has no folder")},
 }
 
 ROW = b'{"query": "pad", "positive": "the pad"}\n'
