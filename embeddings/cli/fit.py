@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import shlex
 import shutil
@@ -23,19 +22,16 @@ from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
-from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel, make_checkpoints_durable
-from embeddings.callbacks.loops import resume_exactly
+from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
-from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
-from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr
+from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr, set_up_trainer
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
@@ -53,12 +49,7 @@ HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
 # Its message about a `monitor` that is not a logged metric; it lists the metrics.
 NO_METRIC = "Early stopping conditioned on metric"
-FLOAT16 = ("16", "16-true", "16-mixed")
 MAX_SEED = 2**32 - 1
-# A process needs half a gigabyte before it loads a model.
-MAX_DEVICES_PER_CPU = 8
-# jsonargparse can print the help of a source's settings only together with the data module.
-SOURCES_HELP = "--data.sources.help"
 # The options that list sources.
 _SOURCES = re.compile(r"--data(\.init_args)?\.(validation_)?sources\+?")
 # Classes in the help's lists of subclasses that only other classes extend.
@@ -139,7 +130,9 @@ class TrainerCLI(LightningCLI):
             raise ConfigError("--check: must not be in a config; write fit --check")
         self._make_small(args)
         parser.check_functions(self.config)
-        check_numbers(self.config)
+        if not 0 <= self.config.seed_everything <= MAX_SEED:
+            rule = f"must be from 0 to {MAX_SEED}"
+            raise OptionError("seed_everything", self.config.seed_everything, rule, "choose another number")
         self.check_checkpoint()
 
     def check_checkpoint(self) -> None:
@@ -194,7 +187,7 @@ class TrainerCLI(LightningCLI):
             print("\n".join(end_lines(self.trainer)))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make the trainer; one-line errors for options that Lightning rejects, or should reject."""
+        """Make the trainer, with one-line errors for options that Lightning rejects, or should reject."""
         batches, norm = (self.config.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
         if batches < 1:
             raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 means no accumulation")
@@ -208,30 +201,12 @@ class TrainerCLI(LightningCLI):
             raise
         except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(trainer_error(str(error), self.config.trainer.as_dict())) from error
-        precision = str(self.config.trainer.precision)
-        if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu" and not self.only_checks:
-            rule = "must not be float16 on a CPU"
-            raise OptionError("trainer.precision", precision, rule, "use bf16-mixed")
-        # DeepSpeed reads the variable, and would otherwise fail without CUDA after minutes.
-        needs_cuda = isinstance(trainer.strategy, DeepSpeedStrategy) and os.environ.get("DS_ACCELERATOR") != "cpu"
-        if needs_cuda and trainer.strategy.root_device.type != "cuda" and not self.only_checks:
-            name = type(trainer.strategy).__name__
-            raise OptionError("trainer.strategy", name, "needs CUDA GPUs", "use ddp, or auto for one device")
-        replace_displays(trainer, callbacks)
-        make_checkpoints_durable(trainer)
-        resume_exactly(trainer)
+        set_up_trainer(trainer, callbacks)
         if not self.only_checks:
             set_up_ranks(trainer)
-        self._choose_folder(trainer)
-        return trainer
-
-    def _choose_folder(self, trainer: L.Trainer) -> None:
-        """Set the run's folder and its record's config, and replace `--ckpt_path auto` by the newest checkpoint."""
         checkpoint = choose_folder(trainer, self.config_dump, self.config.ckpt_path, self.datamodule)
         self.config.ckpt_path = self.config_init.ckpt_path = checkpoint
-        record = RunRecord.of(trainer)
-        if record is not None:
-            record.plain_config = {**self.config_dump, "ckpt_path": checkpoint}
+        return trainer
 
 
 def made(kind: type, /, *args: Any, **options: Any) -> Any:
@@ -267,12 +242,8 @@ def check_arguments(argv: Sequence[str]) -> None:
 @restricted_imports()
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """Run `fit` with these arguments; `--recipe NAME` is replaced by the configs that `recipes.csv` lists."""
-    words = list(argv)
-    if SOURCES_HELP in words and "--data.help" not in words:
-        classes = [value for word in words if (value := word.rpartition("=")[2]).endswith("DataModule")]
-        words = ["fit", "--data.help", *(classes[-1:] or ["EmbeddingDataModule"]), SOURCES_HELP]
-    expanded = expand_recipe(words)
-    if expanded != words and not kind.only_checks:
+    expanded = expand_recipe(argv)
+    if expanded != list(argv) and not kind.only_checks:
         print(f"{program()} {shlex.join(expanded)}", file=sys.stderr)
     try:
         return make_cli(expanded, kind)
@@ -353,17 +324,6 @@ def trainer_error(message: str, options: dict[str, Any]) -> str:
     changed = [name for name in HARDWARE_OPTIONS if options.get(name) not in (None, 1, "auto", "cpu")]
     causes = ", ".join(f"trainer.{name}: {options[name]}" for name in (named or valued or changed)[:4])
     return f"{causes or 'trainer'}: {one_line(message, 220).rstrip('. ')}; change it, or leave it out"
-
-
-def check_numbers(config: Namespace) -> None:
-    """Check numbers that Lightning does not check: the range of the seed, and the number of processes."""
-    if not 0 <= config.seed_everything <= MAX_SEED:
-        rule = f"must be from 0 to {MAX_SEED}"
-        raise OptionError("seed_everything", config.seed_everything, rule, "choose another number")
-    devices, maximum = config.trainer.devices, MAX_DEVICES_PER_CPU * (os.cpu_count() or 1)
-    if str(devices).isdecimal() and int(devices) > maximum:
-        rule = f"must be at most {MAX_DEVICES_PER_CPU} for each CPU core, {maximum} here"
-        raise OptionError("trainer.devices", devices, rule, "lower it")
 
 
 def with_names(sources: Any) -> Any:

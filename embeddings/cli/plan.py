@@ -27,18 +27,13 @@ from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
 from embeddings.data.store import borrowed_cache
-from embeddings.inference.search import num_candidates
-from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.mining.clusters import CLUSTER_SIZE
-from embeddings.mining.negatives import NegativeRules
-from embeddings.mining.search import MEMORY_GIB, search_sizes
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
-from embeddings.modules.base import BaseModule, ContrastiveModule
+from embeddings.modules.base import BaseModule
 from embeddings.training.plan import Setting, StepCost, StrategyName, Texts, plan_step, without_data
 
-GIB, GB = 2**30, 1e9
+GB = 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
 GPUS_PER_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
 # The architecture that `fit --check` assumes for a model that is not on this machine and whose architecture is unknown.
@@ -76,8 +71,7 @@ class PlanCLI(CheckingCLI):
 def plan(argv: Sequence[str]) -> None:
     """Print what a run needs: parameters, GPU memory, arithmetic of a step, hours and disk.
 
-    The model is built from its config on the meta device, and one step is traced without data. No weights, data or GPU
-    are needed.
+    The model is built on the meta device, and one step is traced without data.
     """
     print_to_stderr("reading the configs")
     try:
@@ -119,14 +113,10 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
         if model_config is None:
             config = architecture(start or model[name].name)
         else:
-            copy = folder / "given"
-            copy.mkdir(exist_ok=True)
-            if not Path(model_config).is_file():
-                raise InputError(model_config, "is not a file", "give the backbone's config.json")
-            shutil.copy(model_config, copy / "config.json")
             try:
-                config = read_config(copy)
-            except InputError as error:
+                shutil.copy(model_config, folder / "config.json")
+                config = read_config(folder)
+            except (InputError, OSError) as error:
                 raise InputError(model_config, "is not a model config", "give the backbone's config.json") from error
         structure = folder / name
         write_structure(structure, config)
@@ -240,7 +230,6 @@ def lines(
 
 
 def part_rows(title: str, sizes: dict[str, float], unit: float) -> list[list[str]]:
-    """Table rows with the size of each part and the total."""
     parts = {**{f"  {part}": size for part, size in sizes.items()}, "  total": sum(sizes.values())}
     return [[title, ""], *([name, _amount(size / unit)] for name, size in parts.items())]
 
@@ -277,23 +266,7 @@ def run_rows(
     rows.append(["disk: a checkpoint, GB", _amount((trained_bytes + frozen_bytes) / GB)])
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     rows.append(["disk: the model directory, GB", _amount(size / GB)])
-    if options["pairs"] is not None and isinstance(module, ContrastiveModule):
-        rows += search_rows(int(options["pairs"]), module.embedder.embedding_dim)
     return rows
-
-
-def search_rows(num_pairs: int, width: int) -> list[list[str]]:
-    """Table rows about mining and clustering all pairs on a GPU, with a teacher of this width and default settings."""
-    kept = num_candidates(NegativeRules.last_rank + 1)
-    sizes = search_sizes(num_pairs, width, 4, min(kept, num_pairs), SHARD_SIZE, MEMORY_GIB)
-    vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
-    how = "fit on the GPU" if sizes.is_resident else "are streamed through the GPU"
-    clusters = -(-num_pairs // CLUSTER_SIZE)
-    held = f"{_amount(4 * clusters * width / GIB)} for {clusters:,} centroids; {vectors} are in main memory"
-    return [
-        ["mine --gpu, GiB", f"{_amount(sizes.num_bytes / GIB)} of {MEMORY_GIB:g}; {vectors} {how}"],
-        ["cluster --gpu, GiB", held],
-    ]
 
 
 def _amount(value: float) -> str:
@@ -304,9 +277,8 @@ def _amount(value: float) -> str:
 def check_run(argv: Sequence[str]) -> None:
     """Check a run as `fit` does before its first step, and print what it would do; nothing is trained or written.
 
-    Config, model, data and checkpoint are read as in the run. A source that is not converted yet is converted in a
-    temporary folder, so all its rows are checked. One line names all errors that are found before data is read, such as
-    a missing model, missing data files, and missing folders of clusters, surrogate vectors and validation data.
+    A source that is not converted yet is converted in a temporary folder. One line names all errors that are found
+    before data is read.
     """
     run_trainer(argv, RunCheck)
 

@@ -48,10 +48,11 @@ def quickstart() -> None:
     `checkpoints/quickstart`, with `curves.png` and `metrics.json`. The training config is
     lightning_configs/quickstart.yaml, which has the same paths.
     """
+    from embeddings.cli.fit import run_trainer
+
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
         prepare_docstrings(CORPUS)
-
     with phase(2, "clusters of pairs with similar words, one for each batch", seconds, "clusters"):
         source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
         clusters = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
@@ -64,18 +65,17 @@ def quickstart() -> None:
         results["bm25"] = score_bm25(data)
         results["before"], _ = score_model("all-MiniLM-L6-v2", data)
     with phase(4, "training", seconds, "train"):
-        run = train()
+        run = run_trainer(["fit", "--config", CONFIG]).trainer.log_dir
     with phase(5, "scores after training", seconds, "after"):
         results["after"], document_ND = score_model(str(OUTPUT), data)
     with phase(6, "three searches over the held-out packages", seconds, "search"):
-        show_searches(OUTPUT, data["held_out"], document_ND)
-    results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
-    results["seconds"]["total"] = round(sum(seconds.values()), 1)
+        show_searches(data["held_out"], document_ND)
+    total = sum(seconds.values())
+    results["seconds"] = {name: round(value, 1) for name, value in {**seconds, "total": total}.items()}
     write_json(OUTPUT / "metrics.json", results)
-
-    figures.draw_curves([run], OUTPUT / "curves.png")
+    figures.draw_curves([Path(str(run))], OUTPUT / "curves.png")
     print(f"\n{score_table(results)}\n")
-    print(f"{results['seconds']['total']:.0f} s in total; model, curves.png and metrics.json are in {OUTPUT}")
+    print(f"{total:.0f} s in total; model, curves.png and metrics.json are in {OUTPUT}")
     line = f"{program()} search --model {OUTPUT} --corpus {CORPUS}/eval/held_out/corpus.jsonl"
     print(f'search it: {line} "your words"')
 
@@ -91,11 +91,10 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
 
 
 def score_bm25(data: Folders) -> dict[str, Any]:
-    """The scores of BM25 on both splits."""
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, 100, folder.tie_order_N)
-        scores[split] = counted(retrieval_metrics(ranked, folder.qrels).metrics, folder)
+        scores[split] = rounded(retrieval_metrics(ranked, folder.qrels).metrics)
     return scores
 
 
@@ -108,27 +107,17 @@ def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
     scores = {}
     for split, folder in data.items():
         run = score_retrieval(encoder, folder)
-        scores[split] = counted(run.metrics, folder)
+        scores[split] = rounded(run.metrics)
     return scores, run.document_ND
 
 
-def counted(metrics: dict[str, float], folder: RetrievalFolder) -> dict[str, float]:
-    sizes = {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
-    return {metric: round(float(metrics[metric]), 4) for metric in METRICS} | sizes
+def rounded(metrics: dict[str, float]) -> dict[str, float]:
+    return {metric: round(float(metrics[metric]), 4) for metric in METRICS}
 
 
-def train() -> Path:
-    """Run `fit` with the quickstart's config; returns the run's folder."""
-    from embeddings.cli.fit import run_trainer
-
-    cli = run_trainer(["fit", "--config", CONFIG])
-    assert cli.trainer.log_dir is not None
-    return Path(cli.trainer.log_dir)
-
-
-def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
+def show_searches(folder: RetrievalFolder, document_ND: Vectors) -> None:
     """Answer three example questions from the held-out packages."""
-    encoder = Encoder.from_pretrained(str(model))
+    encoder = Encoder.from_pretrained(str(OUTPUT))
     hits = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, hits.score_QK.tolist(), hits.index_QK.tolist(), strict=True):
         print(f"  {query}")
@@ -143,12 +132,7 @@ def score_table(results: dict[str, Any]) -> str:
     for key, title in names.items():
         scores = (results[key][split][metric] for split in SPLITS for metric in METRICS)
         rows.append([title, *(f"{score:.3f}" for score in scores)])
-    sizes = ", ".join(
-        f"{split.replace('_', '-')} {results['after'][split]['num_queries']} queries over "
-        f"{results['after'][split]['num_documents']} documents"
-        for split in SPLITS
-    )
-    return f"{format_table(rows)}\n({sizes})"
+    return format_table(rows)
 
 
 def docstrings(output: Path = Path("data/docstrings"), max_rows: int | None = None) -> None:

@@ -1,7 +1,6 @@
 """A trainer for scripts with the features of `fit`, and the choice of the checkpoint and folder to resume in."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,21 +35,19 @@ _RESUMED = {"pytorch-lightning_version", "state_dict", "loops", "optimizer_state
 # The parts of a config that must be equal in the same run.
 _PARTS = ("seed_everything", "model", "data")
 # Last parts of settings that may change in the same run: they affect only how, where or how long it computes.
-_FREE = frozenset(
-    {
-        "attn_implementation",
-        "batch_size",
-        "cache_dir",
-        "compile",
-        "expert_backend",
-        "fused",
-        "gradient_checkpointing",
-        "licence",
-        "num_workers",
-        "schedule.total_steps",
-        "tile_logits",
-        "tile_size",
-    }
+_FREE = (
+    ".attn_implementation",
+    ".batch_size",
+    ".cache_dir",
+    ".compile",
+    ".expert_backend",
+    ".fused",
+    ".gradient_checkpointing",
+    ".licence",
+    ".num_workers",
+    ".schedule.total_steps",
+    ".tile_logits",
+    ".tile_size",
 )
 
 
@@ -62,15 +59,11 @@ class Trainer(L.Trainer):
     the one that writes `last.ckpt`. A signal stops the run after a step, with a checkpoint.
 
     The run's folder gets `config.yaml` with all arguments of module, data and trainer, `run.json` and `metrics.csv`, so
-    `show curves`, `report`, `export` and model cards work as for a run of `fit`. The record contains the name of a
-    function argument (`lambda`, `def`), but not the function's arguments or code.
+    `show curves`, `report`, `export` and model cards work as for a run of `fit`.
 
     Args:
         callbacks: The run's callbacks besides those of `base.yaml`.
         **options: As in Lightning's `Trainer`.
-
-    Raises:
-        OptionError: If the ranks cannot connect, or a `CheckpointIO` other than `DurableCheckpointIO` is given.
     """
 
     def __init__(self, callbacks: Sequence[L.Callback] | L.Callback | None = None, **options: Any) -> None:
@@ -88,9 +81,7 @@ class Trainer(L.Trainer):
         with quiet_libraries():
             super().__init__(callbacks=[*chosen, Preemption(), *record], **self.given_options)
         self.given_options["callbacks"] = chosen
-        replace_displays(self, chosen)
-        make_checkpoints_durable(self)
-        resume_exactly(self)
+        set_up_trainer(self, chosen)
         set_up_ranks(self)
 
     def fit(
@@ -119,12 +110,7 @@ class Trainer(L.Trainer):
         data = train_dataloaders if datamodule is None else datamodule
         path = None if ckpt_path is None else str(ckpt_path)
         check_checkpoint(path)
-        run = self._run_config(model, data, path)
-        if run_logger(self) is None:
-            path = choose_folder(self, run, path, data)
-        record = RunRecord.of(self)
-        if record is not None:
-            record.plain_config = {**run, "ckpt_path": path}
+        path = choose_folder(self, self._run_config(model, data), path, data)
         check_start(self, model, data, path)
         try:
             with quiet_libraries():
@@ -134,7 +120,7 @@ class Trainer(L.Trainer):
                 logger.warning(stop.line)
             raise
 
-    def _run_config(self, model: L.LightningModule, data: Any, path: str | None) -> dict[str, Any]:
+    def _run_config(self, model: L.LightningModule, data: Any) -> dict[str, Any]:
         """The config of this run, as far as its parts are classes with arguments."""
         seed = os.environ.get("PL_GLOBAL_SEED")
         config: dict[str, Any] = {"seed_everything": None if seed is None else int(seed)}
@@ -142,7 +128,7 @@ class Trainer(L.Trainer):
         if isinstance(model, BaseModule):
             # The optimiser may be made by a function, which has no config; the optimiser has one.
             config["model"]["init_args"]["optimizer"] = model.optimizer_config()
-        return {**config, "ckpt_path": path}
+        return config
 
 
 class ScriptRecord(RunRecord):
@@ -152,29 +138,39 @@ class ScriptRecord(RunRecord):
         super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv])
 
 
+def set_up_trainer(trainer: L.Trainer, callbacks: Sequence[L.Callback]) -> None:
+    """Give a trainer our displays, durable checkpoints and loops that resume exactly."""
+    replace_displays(trainer, list(callbacks))
+    make_checkpoints_durable(trainer)
+    resume_exactly(trainer)
+
+
 def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, data: Any) -> str | None:
-    """Set the run's folder in the trainer; returns the checkpoint to resume from, for `auto` the newest one."""
-    resumed, is_auto = None, path == AUTO
-    if is_auto:
-        ranks = trainer.num_devices * trainer.num_nodes
-        global_batch_size = data.batch_size * ranks if isinstance(data, RunData) else None
-        path = find_latest_checkpoint(trainer.default_root_dir, run, global_batch_size)
-        if path is None:
-            root = Path(trainer.default_root_dir or ".").resolve()
-            print_to_stderr(f"nothing to resume below {root}: the run starts from the beginning")
-    if path:
-        check_pooling(path, run)
-        resumed = resumed_run(path, run, is_auto)
-        if resumed or is_auto:
-            pin_checkpoint_dir(trainer, path)
-    keep_metrics(trainer, resumed)
+    """Set the run's folder and config; returns the checkpoint to resume from, for `auto` the newest one."""
+    if run_logger(trainer) is None:
+        resumed, is_auto = None, path == AUTO
+        if is_auto:
+            ranks = trainer.num_devices * trainer.num_nodes
+            global_batch_size = data.batch_size * ranks if isinstance(data, RunData) else None
+            path = find_latest_checkpoint(trainer.default_root_dir, run, global_batch_size)
+            if path is None:
+                root = Path(trainer.default_root_dir or ".").resolve()
+                print_to_stderr(f"nothing to resume below {root}: the run starts from the beginning")
+        if path:
+            resumed = resumed_run(path, run, is_auto)
+            if resumed or is_auto:
+                pin_checkpoint_dir(trainer, path)
+        keep_metrics(trainer, resumed)
+    record = RunRecord.of(trainer)
+    if record is not None:
+        record.plain_config = {**run, "ckpt_path": path}
     return path
 
 
 def start_checks(
     trainer: L.Trainer, module: L.LightningModule, data: Any, checkpoint: str | None
 ) -> Iterator[Callable[[], None]]:
-    """The checks of a run before data is read."""
+    """The checks of a run before data is read, ranks are started or files are written."""
     run_data = data if isinstance(data, RunData) else None
     for part in (data, module, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChecksRun):
@@ -184,7 +180,6 @@ def start_checks(
 
 
 def check_start(trainer: L.Trainer, module: L.LightningModule, data: Any, checkpoint: str | None) -> None:
-    """Run the checks before data is read, ranks are started or files are written."""
     for check in start_checks(trainer, module, data, checkpoint):
         check()
     metrics_logger = run_logger(trainer)
@@ -193,7 +188,7 @@ def check_start(trainer: L.Trainer, module: L.LightningModule, data: Any, checkp
 
 
 def _kind(callback: L.Callback) -> tuple[type, object]:
-    """The class and monitor of a callback; a run has one callback for each pair."""
+    # A run has one callback for each pair.
     return type(callback), getattr(callback, "monitor", None)
 
 
@@ -220,8 +215,7 @@ def check_resumable(
 ) -> str | None:
     """Check that training can be resumed from a checkpoint: first its header, then all of its bytes.
 
-    With a run's config or global batch size, returns a description of the difference if the checkpoint belongs to
-    another run; its bytes are then not read.
+    With a run's config, returns how the checkpoint's run differs, if it does; its bytes are then not read.
     """
     content = peek_checkpoint(path)
     missing = ", ".join(sorted(_RESUMED - content.keys()))
@@ -265,22 +259,22 @@ def find_latest_checkpoint(
 def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> ResumedRun | None:
     """The run of a checkpoint if training resumes in its folder; None if it gets a new folder.
 
-    `auto` always resumes in the run's folder. A named file does so if it is the last checkpoint of an unfinished run
-    with the same config as `run`; any other may start a variant.
+    `auto` always resumes in the run's folder, a named file if that run is unfinished and has the same config as `run`.
     """
     path = Path(checkpoint)
     if not path.exists():
         return None
     content = peek_checkpoint(path)
-    folder, step = _run_folder(path, content.get("run")), int(content.get("global_step", 0))
-    if folder is None:
-        return None
-    if not is_auto:
-        end = (read_json_or_empty(folder / "run.json").get("end") or {}).get("how")
-        steps = [_step_of(other, content["run"]["id"]) for other in path.parent.glob("*.ckpt")]
-        if end == "finished" or step < max(steps) or _difference(content, run, None) is not None:
+    saved = content.get("run") or {}
+    # The recorded folder, or a parent folder of the checkpoint if the run was moved.
+    for folder in (Path(str(saved.get("folder"))), *list(path.parents)[:2]):
+        record = read_json_or_empty(folder / "run.json")
+        if saved.get("id") and record.get("id") == saved["id"]:
+            is_finished = (record.get("end") or {}).get("how") == "finished"
+            if is_auto or not (is_finished or _difference(content, run, None)):
+                return ResumedRun(folder, int(content.get("global_step", 0)))
             return None
-    return ResumedRun(folder, step)
+    return None
 
 
 def check_plan(data: Any, checkpoint: str | None) -> None:
@@ -288,25 +282,6 @@ def check_plan(data: Any, checkpoint: str | None) -> None:
     if isinstance(data, RunData) and checkpoint is not None and Path(checkpoint).exists():
         # The key of the data module's state in Lightning's checkpoints.
         data.expect_state(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
-
-
-def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with another pooling, before the trainer reports unexpected weights."""
-    if not Path(checkpoint).exists():
-        return
-    saved = peek_checkpoint(checkpoint).get("run_config")
-    before, now = (_pooling(config) for config in (saved, run))
-    if None not in (before, now) and before != now:
-        what = f"the checkpoint has {before}, this config {now}"
-        raise ConfigError(f"--ckpt_path {checkpoint}: {what}; resume with the configs that wrote it")
-
-
-def _pooling(config: Any) -> str | None:
-    try:
-        path = config["model"]["init_args"]["pooling"]["class_path"]
-    except (KeyError, TypeError):
-        return None
-    return re.sub("(?<=[a-z])(?=[A-Z])", " ", str(path).rpartition(".")[2]).lower()
 
 
 def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
@@ -319,57 +294,36 @@ def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
 def first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
     """The first setting that shows that a checkpoint belongs to another run, as text, or None; configs are plain types.
 
-    Model, data and seed must be equal, except `_FREE` settings and those that the checkpoint does not have. The batch
-    size of a rank may change; the global batch size, which the checkpoint's plan contains, must be equal.
+    Model, data and seed must be equal, except `_FREE` settings and those that the checkpoint does not have.
     """
     draws_seed = current.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
-    return _first("", {name: saved[name] for name in parts}, current)
+    return next(_differences("", {name: saved[name] for name in parts}, current), None)
 
 
-def _first(path: str, saved: Any, current: Any) -> str | None:
+def _differences(path: str, saved: Any, current: Any) -> Iterator[str]:
+    if path.endswith(_FREE):
+        return
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        named = [(f"{path}.{name}", saved[name], current.get(name)) for name in saved]
-        pairs = [
-            (name.lstrip("."), *both) for name, *both in named if not any(name.endswith(f".{end}") for end in _FREE)
-        ]
+        for name, value in saved.items():
+            yield from _differences(f"{path}.{name}", value, current.get(name))
     elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
-        pairs = [(f"{path}[{index}]", *both) for index, both in enumerate(zip(saved, current, strict=True))]
-    else:
-        return None if saved == current else f"{path} is {shown(saved)} in the checkpoint and {shown(current)} here"
-    differences = (_first(name, before, now) for name, before, now in pairs)
-    return next((difference for difference in differences if difference is not None), None)
+        for index, (before, now) in enumerate(zip(saved, current, strict=True)):
+            yield from _differences(f"{path}[{index}]", before, now)
+    elif saved != current:
+        yield f"{path.lstrip('.')} is {shown(saved)} in the checkpoint and {shown(current)} here"
 
 
 def _difference(content: Mapping[str, Any], run: Mapping[str, Any], global_batch_size: int | None) -> str | None:
     saved = content.get("run_config")
     difference = first_difference(saved, run) if isinstance(saved, dict) else None
-    # The key of the data module's state in Lightning's checkpoints.
+    # The batch size of a rank may change; the global batch size is in the plan of the data module's state.
     name = str((run.get("data") or {}).get("class_path")).rpartition(".")[2]
     plan = (content.get(name) or {}).get("loader", {}).get("plan", {})
     size = plan.get("global_batch_size")
     if difference is None and None not in (size, global_batch_size) and size != global_batch_size:
         difference = f"its global batch size is {size}, this run's is {global_batch_size}"
     return difference
-
-
-def _step_of(checkpoint: Path, run: str) -> int:
-    """The optimiser steps of a checkpoint; -1 if it is damaged or belongs to another run."""
-    try:
-        content = peek_checkpoint(checkpoint)
-    except (InputError, OSError):
-        return -1
-    return int(content.get("global_step", 0)) if (content.get("run") or {}).get("id") == run else -1
-
-
-def _run_folder(checkpoint: Path, run: Any) -> Path | None:
-    """The folder of a checkpoint's run: the recorded one, or a parent folder of the checkpoint if the run was moved."""
-    if not isinstance(run, Mapping) or not run.get("id"):
-        return None
-    for folder in (Path(str(run.get("folder"))), *list(checkpoint.parents)[:2]):
-        if read_json_or_empty(folder / "run.json").get("id") == run["id"]:
-            return folder
-    return None
 
 
 def print_to_stderr(line: str) -> None:

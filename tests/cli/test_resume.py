@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings import data, losses, models, modules
-from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.trainer import _FREE, check_resumable, find_latest_checkpoint, first_difference, pin_checkpoint_dir
 from embeddings.common import InputError, OptionError
@@ -111,16 +110,6 @@ def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_i
     assert find_latest_checkpoint(tmp_path, run, 16) == saved
     assert check_resumable(Path(saved), run, 16) is None
     assert check_resumable(Path(saved), run, 32) == "its global batch size is 16, this run's is 32"
-
-
-def test_a_checkpoint_with_another_pooling_is_refused_by_name(tmp_path):
-    config = run_config(tmp_path)
-    saved = save(RESUMABLE | {"run_config": {"model": config["model"]}}, tmp_path / "last.ckpt")
-    config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
-    words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path", saved]
-    what = "the checkpoint has latent attention pooling, this config mean pooling"
-    says = f"--ckpt_path {saved}: {what}; resume with the configs that wrote it"
-    assert refused(ConfigError, "pooling", run_trainer, words) == says
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

@@ -130,7 +130,7 @@ def test_a_scripts_record_has_all_arguments(tmp_path: Path) -> None:
 def test_an_optimiser_made_by_a_function_is_recorded(tmp_path: Path) -> None:
     for optimizer in ({}, {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=2e-5, weight_decay=0.03)}):
         module = emb.NVEmbedModule(emb.BackboneConfig(backbone_folder(tmp_path / "backbone")), **optimizer)
-        made = emb.Trainer(accelerator="cpu", logger=False)._run_config(module, None, None)["model"]["init_args"]
+        made = emb.Trainer(accelerator="cpu", logger=False)._run_config(module, None)["model"]["init_args"]
         assert made["optimizer"]["class_path"] == "torch.optim.AdamW"
         assert made["optimizer"]["init_args"].items() >= {"lr": 2e-5, "weight_decay": 0.03}.items()
 

@@ -51,7 +51,6 @@ CASES = {
         ),
         "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
-        "DeepSpeed on a CPU": (at("trainer", strategy="deepspeed"), "trainer.strategy needs CUDA GPUs, got "),
         "a duration that is no time": (
             callback("lightning.pytorch.callbacks.Timer", duration="soon"),
             "Timer: `Timer(duration='soon')` is not a valid duration",
