@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,7 +46,9 @@ def run_guarded(command: Callable[[], None], interrupted: str = INTERRUPTED) -> 
         130: Ctrl-C.
         141: The reader of standard output has ended, as in `| head -1`; without a line.
     """
-    _prepare_output()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     code = _run(command, interrupted)
     output_error = _flush_output()
     return _output_code(output_error) if output_error is not None and code == EXIT_OK else code
@@ -73,14 +74,21 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
         if isinstance(stop.code, str):
             raise
         return stop.code or EXIT_OK
-    except (NotADirectoryError, FileExistsError, IsADirectoryError) as error:
-        where = _without_suffix(error.filename or "a path")
-        return _report(f"{where}: {error.strerror}, so nothing can be written there; choose another path", EXIT_INPUT)
     except OSError as error:
         output_error = _flush_output() if error.filename is None else None
-        if isinstance(error, BrokenPipeError) and _reader_has_ended():
-            output_error = error
-        return _report(_io_line(error), EXIT_IO) if output_error is None else _output_code(output_error)
+        if output_error is not None or isinstance(error, BrokenPipeError):
+            return _output_code(output_error or error)
+        # The name of a temporary file of an atomic write is not one that the user knows.
+        name = re.sub(r"\.([^/]+)\.\w+\.tmp\b", r"\1", str(error.filename or ""))
+        if isinstance(error, NotADirectoryError | FileExistsError | IsADirectoryError):
+            what = f"{error.strerror}, so nothing can be written there; choose another path"
+            return _report(f"{name or 'a path'}: {what}", EXIT_INPUT)
+        if error.errno is None:  # a library's error, which has the file and the reason in its text
+            what = str(error) or type(error).__name__
+            return _report(f"{what}; correct the named file or connection, then run the command again", EXIT_IO)
+        where = f"{name}: " if name else ""
+        hint = "free space or change permissions, then run the command again"
+        return _report(f"{where}{error.strerror}; {hint}", EXIT_IO)
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
@@ -105,19 +113,6 @@ def _report_unexpected(error: BaseException) -> int:
     return EXIT_BUG
 
 
-def _io_line(error: OSError) -> str:
-    """The problem and a hint. A library's error without `errno` has the file and the reason in its text."""
-    if error.errno is None:
-        what = str(error) or type(error).__name__
-        return f"{what}; correct the named file or connection, then run the command again"
-    where = f"{_without_suffix(error.filename)}: " if error.filename else ""
-    return f"{where}{error.strerror}; free space or change permissions, then run the command again"
-
-
-def _without_suffix(path: object) -> str:
-    return re.sub(r"\.([^/]+)\.\w+\.tmp\b", r"\1", str(path))
-
-
 def _report(message: str, code: int, limit: int = 500) -> int:
     _say(f"error: {one_line(message, limit)}")
     return code
@@ -131,33 +126,15 @@ def _say(line: str) -> None:
         _redirect_to_null(sys.stderr)
 
 
-def _prepare_output() -> None:
-    """Escape characters that the standard streams cannot encode, and replace closed streams by the null device."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
-        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
-
-
 def _flush_output() -> OSError | None:
     """Flush standard output; returns the error if that fails."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         _redirect_to_null(sys.stdout)
         return error
     return None
-
-
-def _reader_has_ended() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
-    output = select.poll()
-    with suppress(OSError, ValueError):
-        output.register(sys.stdout, 0)
-        return any(events & select.POLLERR for _, events in output.poll(0))
-    return False
 
 
 def _output_code(error: OSError) -> int:

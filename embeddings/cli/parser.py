@@ -43,8 +43,8 @@ Config = tuple[str, dict[str, Any]]
 def located(path: str) -> str:
     """The path of a config: as written, or else inside the library, so that `lightning_configs/…` works anywhere."""
     in_library = CONFIGS.parent / path
-    is_library_name = Path(path).parts[:1] == (FOLDER,)
-    return str(in_library) if is_library_name and not _is_file(path) and _is_file(str(in_library)) else path
+    is_library_name = path.startswith(f"{FOLDER}/") and not _is_file(path)
+    return str(in_library) if is_library_name and in_library.is_file() else path
 
 
 def read_recipes() -> dict[str, dict[str, str]]:
