@@ -285,30 +285,28 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     """A finished run's scores, folder and model directories, and two commands to run next."""
     logger = run_logger(trainer)
     assert logger is not None
-    folder = logger.log_dir
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    models = [callback.output for callback in callbacks if isinstance(callback, ExportModel)]
-    written = models + [callback.output for callback in callbacks if isinstance(callback, ExportLanguageModel)]
-    checkpoints = [callback.best_model_path for callback in model_checkpoints(trainer)]
-    run = shlex.quote(folder)
-    if models:
-        model = shlex.quote(models[0])
+    exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
+    model = next((shlex.quote(export.output) for export in exports if isinstance(export, ExportModel)), None)
+    checkpoint = next(filter(None, (callback.best_model_path for callback in model_checkpoints(trainer))), None)
+    run = shlex.quote(logger.log_dir)
+    if model is not None:
         following = [f"evaluate --model {model} --data FOLDER", f'search --model {model} --corpus FILE "QUERY"']
-    elif written or not any(checkpoints):
+    elif exports or checkpoint is None:
         following = [f"show curves --run {run}", f"report {run}"]
     else:
-        checkpoint = shlex.quote(next(filter(None, checkpoints)))
-        following = [f"export --checkpoint {checkpoint} --output DIR", f"report {run}"]
-    lines = [f"run: {folder} (metrics.csv, run.json, config.yaml)", *(f"model: {model}" for model in written)]
-    scores = [score_line(each, Path(folder)) for each in callbacks if isinstance(each, RetrievalEvaluation)]
-    return [*filter(None, scores), *lines, *(f"next: {program()} {words}" for words in following)]
+        following = [f"export --checkpoint {shlex.quote(checkpoint)} --output DIR", f"report {run}"]
+    lines = [score_line(each, Path(logger.log_dir)) for each in callbacks if isinstance(each, RetrievalEvaluation)]
+    lines += [f"run: {logger.log_dir} (metrics.csv, run.json, config.yaml)"]
+    lines += [f"model: {export.output}" for export in exports]
+    return [*filter(None, lines), *(f"next: {program()} {words}" for words in following)]
 
 
 def score_line(evaluation: RetrievalEvaluation, run: Path) -> str:
     """The logged nDCG@10 before training and at its best; empty if either is missing."""
-    if not metrics_path(run).is_file():
-        return ""
-    scores = dict(zip(*read_curves(run)[f"{evaluation.name}/ndcg_at_10"], strict=True))
+    curves = read_curves(run) if metrics_path(run).is_file() else {}
+    column = f"{evaluation.name}/ndcg_at_10"
+    scores = dict(zip(*curves[column], strict=True)) if column in curves else {}
     first = scores.pop(0, None)
     if first is None or not scores:
         return ""
@@ -380,7 +378,10 @@ def held_messages() -> Iterator[None]:
 
 
 class Changes:
-    """Changes the parsed config of `fit` in place and records each change; command-line options keep their values."""
+    """Changes the parsed config of `fit` in place and records each change; command-line options keep their values.
+
+    A `callback` is a part of the config whose arguments change.
+    """
 
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
@@ -388,19 +389,19 @@ class Changes:
             _plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")
         }
 
-    def set(self, key: str, value: Any, owner: Any = None, name: str = "") -> None:
-        """Set a key of the config, or a key of its part `owner`, whose full name is then `name`."""
-        owner, name = self.run if owner is None else owner, name or _plain(key)
+    def set(self, key: str, value: Any, callback: Any = None) -> None:
+        owner = self.run if callback is None else callback.init_args
+        name = _plain(key) if callback is None else f"{_class_name(callback)}.{key}"
         previous = owner.get(key, value)
         if name not in self.on_command_line and previous != value:
             self.lines.append(f"{name}: {_shown(previous)} -> {_shown(value)}")
             owner[key] = value
 
-    def lower(self, key: str, limit: int, owner: Any = None, name: str = "") -> None:
+    def lower(self, key: str, limit: int, callback: Any = None) -> None:
         """Lower an integer to at most `limit`; fractions and missing values do not change."""
-        previous = (self.run if owner is None else owner).get(key)
+        previous = (self.run if callback is None else callback.init_args).get(key)
         if type(previous) is int and previous > limit:
-            self.set(key, limit, owner, name)
+            self.set(key, limit, callback)
 
 
 def limit_data(changes: Changes, num_rows: int) -> None:
@@ -429,10 +430,9 @@ def keep_last_exports(trainer: Namespace) -> None:
 def move_exports(changes: Changes, folder: Path) -> None:
     """Let a trial write its models to `folder`, where each trial replaces the one before."""
     for callback in changes.run.trainer.callbacks or ():
-        name, options = _class_name(callback), callback.get("init_args")
-        if name in _EXPORTS:
-            changes.set("output", str(folder / Path(options.output).name), options, f"{name}.output")
-            options.replace = True
+        if _class_name(callback) in _EXPORTS:
+            changes.set("output", str(folder / Path(callback.init_args.output).name), callback)
+            callback.init_args.replace = True
 
 
 def place_run(trainer: Namespace, folder: Path) -> None:
@@ -441,16 +441,14 @@ def place_run(trainer: Namespace, folder: Path) -> None:
     loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
     for part in (*loggers, *(trainer.callbacks or ())):
         options: Any = part.get("init_args") if isinstance(part, Namespace) else None
-        if options is None:
-            continue
-        for name in ("dirpath", "output", "save_dir"):
+        for name in ("dirpath", "output", "save_dir") if options is not None else ():
             path = options.get(name)
             if isinstance(path, str | Path):
                 options[name] = str(folder if name == "save_dir" else folder / Path(path).name)
-        if _class_name(part) == "CSVLogger":
+        if options is not None and _class_name(part) == "CSVLogger":
             # Its `version_N` is in the folder itself, not beside an export of the same name.
             options.name = ""
-        if _class_name(part) in _EXPORTS:
+        if options is not None and _class_name(part) in _EXPORTS:
             options.replace = True
 
 
@@ -487,9 +485,8 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
         for option, limit in limits.items():
             changes.lower(f"{part}.{option}", limit)
     for callback in changes.run.trainer.callbacks or ():
-        name, options = _class_name(callback), callback.get("init_args")
-        for option, limit in _CALLBACKS.items() if options is not None else ():
-            changes.lower(option, limit, options, f"{name}.{option}")
+        for option, limit in _CALLBACKS.items() if callback.get("init_args") is not None else ():
+            changes.lower(option, limit, callback)
     move_exports(changes, folder)
 
 
