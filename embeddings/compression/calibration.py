@@ -111,7 +111,6 @@ def _pool_of_file(path: Path) -> _Pool:
 
 
 def _pool_of_records(path: str) -> _Pool:
-    """The records of a source: the query and the first positive of each."""
     table = open_cached(SourceConfig("calibration", path, suspect_rows="keep")).table
 
     def take(rows: list[int]) -> list[CalibrationText]:

@@ -1,7 +1,7 @@
 """Compression of a trained model in phases: pruning, optional retraining, quantisation.
 
-Every phase reads a model directory and writes another, layer by layer, in a work folder beside the output. A killed run
-resumes at the phase and the layer where it stopped.
+Every phase reads a model directory and writes another, layer by layer, in a work folder. A killed run resumes at the
+layer where it stopped.
 """
 
 import json
@@ -185,7 +185,7 @@ class Compression:
     """The compression of one model directory in phases: remove layers, prune, retrain, quantise.
 
     The work folder is `OUTPUT.work` beside the output. One layer at a time is on `device`; None for a GPU if there is
-    one. An `OptionError` names an option that is missing, has no effect, or does not divide a matrix.
+    one.
     """
 
     def __init__(
@@ -265,7 +265,6 @@ class Compression:
         return model
 
     def _phase(self, name: str, source: Path, treatment: Treatment, config: dict[str, Any] | None = None) -> Path:
-        """Apply a treatment to every matrix of a model directory."""
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         calibration = None if treatment.needs == "none" else self.calibration
@@ -335,7 +334,6 @@ class Compression:
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """The device with this name, None for a GPU if there is one; an `OptionError` if the machine does not have it."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -354,10 +352,7 @@ def zeros_fraction(folder: Path) -> float:
 
 
 def assemble(source: Path, files: list[Path], target: Path, quantization: dict[str, Any] | None) -> None:
-    """Write a model directory atomically, with the settings of `source` and weights from `files`, linked or copied.
-
-    Weights and graphs of the source are not copied; `quantization` is the quantisation entry of config.json.
-    """
+    """Write a model directory atomically, with the settings of `source` and weights from `files`, linked or copied."""
     patterns = shutil.ignore_patterns(*_NOT_COPIED)
 
     def ignored(directory: str, names: list[str]) -> set[str]:

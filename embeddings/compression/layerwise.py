@@ -69,8 +69,8 @@ class _ReachedError(Exception):
 class LayerwiseModel:
     """The backbone of a model directory; one layer at a time has weights, and the others are on the meta device.
 
-    The forward pass of the model computes masks, positions and all other inputs of a layer, so each layer runs as in
-    the complete model: earlier layers return their inputs, and the pass ends at the layer.
+    The forward pass of the model computes masks, positions and all other inputs of a layer: earlier layers return their
+    inputs, and the pass ends at the layer.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -130,10 +130,7 @@ class LayerwiseModel:
         return keys_by_layer
 
     def read(self, index: int | None, file: Path | None = None) -> dict[str, Tensor]:
-        """The tensors of a layer (None: those outside), by their names in the model, dequantised.
-
-        They are read from the model directory, or from a `file` that `write` wrote.
-        """
+        """The tensors of a layer (None: those outside), by their names in the model, dequantised."""
         files = self._keys.get(index, {}) if file is None else {file: None}
         stored: dict[str, Tensor] = {}
         for path, keys in files.items():
@@ -157,7 +154,6 @@ class LayerwiseModel:
         return tensors
 
     def write(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Write tensors to a safetensors file, under the names that are used in files."""
         stored = dict(tensors)
         # Transformers does not split a quantised matrix that it has merged.
         if not any(name.endswith(f".weight{SCALE}") for name in tensors):
@@ -177,7 +173,6 @@ class LayerwiseModel:
             layer.to("meta")
 
     def _load_outside(self) -> None:
-        """Load the modules outside the layers, once."""
         if not self._is_open:
             inside = {module for _, layer in self.layers for module in layer.modules()}
             outside = [module for module in self.model.modules() if module not in inside]
@@ -259,7 +254,6 @@ class LayerwiseModel:
 
 
 def linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear modules in a layer, by name."""
     return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
@@ -291,8 +285,8 @@ def inputs_added(
 class LayerwiseJob:
     """A resumable job over the layers of a model, which writes each layer to a separate file.
 
-    After a kill it runs the texts through the written layers again, and writes the same bytes. In memory are the
-    embeddings, one layer and its sums, and the states of all texts at one layer.
+    After a kill it runs the texts through the written layers again. In memory are the embeddings, one layer and its
+    sums, and the states of all texts at one layer.
     """
 
     def __init__(
@@ -312,7 +306,6 @@ class LayerwiseJob:
 
     @property
     def files(self) -> list[Path]:
-        """The files of the result: one per layer, and one for the tensors outside the layers."""
         return [*map(self._job.path, range(len(self._model.layers))), self._job.folder / OUTSIDE_FILE]
 
     def run(self) -> None:
@@ -359,7 +352,6 @@ class LayerwiseJob:
         return PaddedTokens(*(tensor.to(self._model.device) for tensor in padded))
 
     def _finish(self) -> dict[str, Any]:
-        """Write the tensors outside the layers unchanged."""
         with atomic_path(self._job.folder / OUTSIDE_FILE) as temporary:
             self._model.write(self._model.read(None), temporary)
         return {}

@@ -92,8 +92,7 @@ def prune_by_magnitude(weight_OI: Tensor, sparsity: Sparsity) -> Tensor:
 def prune_by_wanda(weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity) -> Tensor:
     """Set the weights (O, I) with the smallest |w_ij| · ‖x_j‖₂ in each output to zero; same dtype.
 
-    ‖x_j‖₂ is the norm of input j over the calibration tokens, the square root of the diagonal of the Gram matrix, which
-    is given as (I, I), or as its diagonal only, (I).
+    ‖x_j‖₂ is the norm of input j over the calibration tokens, from the Gram matrix, (I, I), or its diagonal, (I).
 
     Source: Sun et al. 2024 (Wanda), arXiv:2306.11695, Eq. 1.
     """
@@ -108,10 +107,7 @@ def prune_by_sparsegpt(
 
     With H = Σ x xᵀ + λI and H⁻¹ = UᵀU, U upper triangular, inputs are visited from the first to the last. A weight
     w_j costs w_j² / U_jj². The cheapest of its group become zero, or without groups, the cheapest in `block_size`
-    inputs of all outputs. With the error e = (w_j - ŵ_j) / U_jj, the weights k > j become w_k - e U_jk, which is
-    optimal while the earlier weights are fixed (see `sweep`).
-
-    The weights of an input that was zero for all tokens are pruned first, and no other weight changes for them.
+    inputs of all outputs. The weights of an input that was zero for all tokens are pruned first.
 
     Args:
         weight_OI: Weights, (O, I) float; the result has their shape and dtype.
@@ -121,9 +117,6 @@ def prune_by_sparsegpt(
         block_size: Inputs whose masks are chosen together, and whose updates are applied to later inputs at once; a
             multiple of the pattern's group.
 
-    Shape/precision: in the dtype of the weights, which is float32 in `compress`.
-    Raises:
-        NumericError: If the Gram matrix is not finite.
     Source: Frantar and Alistarh 2023 (SparseGPT), arXiv:2301.00774, Algorithm 1.
     """
     factor_II = inverse_factor(gram_II.to(weight_OI.dtype), damping)
@@ -133,7 +126,6 @@ def prune_by_sparsegpt(
     zero_IO = torch.zeros(weight_OI.shape[::-1], dtype=torch.bool, device=weight_OI.device)
 
     def choose(column: int, weight_IO: Tensor) -> Tensor:
-        """The pruned column; the masks of a group are chosen at its first column."""
         if column % group == 0:
             block = slice(column, column + group)
             cost_JO = (weight_IO[block] / factor_II.diagonal()[block, None]).square() * factor_I1[block]
@@ -167,10 +159,9 @@ def inverse_factor(gram_II: Tensor, damping: float) -> Tensor:
 def sweep(weight_OI: Tensor, factor_II: Tensor, choose: ChooseColumn, block_size: int) -> Tensor:
     """Replace the weights of each input in turn, and update those of later inputs to compensate.
 
-    Replacing w_j by ŵ_j changes the outputs. The least-squares optimal weights of the inputs after j, over the
-    calibration tokens, are w_k - (w_j - ŵ_j) U_jk / U_jj. They are updated at once within a block, and after it by one
-    matrix product per block. `choose` returns ŵ_j, (O), given j and the current weights, (I, O); the weights of later
-    blocks are current only at the first input of a block.
+    The least-squares optimal weights of the inputs after j are w_k - (w_j - ŵ_j) U_jk / U_jj. They are updated at once
+    within a block, and after it by one matrix product per block. `choose` returns ŵ_j, (O), given j and the current
+    weights, (I, O); the weights of later blocks are current only at the first input of a block.
 
     Source: Frantar et al. 2023 (GPTQ), arXiv:2210.17323, Eqs. 2 and 3 and §3.3, steps 2 and 3; SparseGPT shares it.
     """

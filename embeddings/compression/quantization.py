@@ -58,10 +58,8 @@ def quantise_by_gptq(
 ) -> QuantisedMatrix:
     """Round a matrix to 8 bits input by input, and update later weights to compensate each rounding error.
 
-    ŵ_j = s · round(w_j / s), with the scale s = max |w| / largest over an output, or over a group of `group_size`
-    inputs when its first input is reached. With H = Σ x xᵀ + λI and H⁻¹ = UᵀU, the weights k > j then become
-    w_k - (w_j - ŵ_j) U_jk / U_jj (see `sweep`). Scales are symmetric, so every format represents zero. A weight that is
-    zero at the start stays exactly zero; later weights compensate for the updates that it would have received.
+    ŵ_j = s · round(w_j / s), with the symmetric scale s = max |w| / largest over an output, or over a group of
+    `group_size` inputs when its first input is reached (see `sweep`). A weight that is zero stays exactly zero.
 
     Args:
         weight_OI: Weights, (O, I) float.
@@ -72,9 +70,6 @@ def quantise_by_gptq(
         block_size: Inputs whose updates are applied to later inputs at once.
         scale_dtype: Dtype of the scales, which are rounded before the codes are chosen.
 
-    Shape/precision: in the dtype of the weights, which is float32 in `compress`.
-    Raises:
-        NumericError: If the Gram matrix is not finite.
     Source: Frantar et al. 2023 (GPTQ), arXiv:2210.17323, Algorithm 1. Differs: inputs keep their order; symmetric
         scales; zeros stay.
     """
@@ -88,7 +83,6 @@ def quantise_by_gptq(
     scales: list[Tensor] = []
 
     def choose(column: int, weight_IO: Tensor) -> Tensor:
-        """The column rounded; the scale of a group is chosen at its first column."""
         if column % size == 0:
             largest_O = weight_IO[column : column + size].abs().amax(dim=0)
             scale_O = (largest_O / number.largest).to(scale_dtype)

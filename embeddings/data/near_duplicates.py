@@ -29,8 +29,7 @@ class NearDuplicates:
     """Detects near-copies among items that consist of one or more texts (parts).
 
     Two items are near-copies if, in every part, their sets of shingles (3 consecutive words, or 5 consecutive
-    characters) have a Jaccard similarity of at least `threshold`. They share at least one of their `keys`, with
-    probability 1 - `MISS_FRACTION` at the threshold; `alike` compares their `sets` exactly.
+    characters) have a Jaccard similarity of at least `threshold`.
 
     Args:
         threshold: Minimum Jaccard similarity of near-copies, from 0.5 (lower values need too many keys) to 1.
@@ -55,7 +54,7 @@ class NearDuplicates:
         self._salts = draws * np.uint64(2) + np.uint64(1)
 
     def keys(self, items: Sequence[Sequence[str]]) -> npt.NDArray[np.uint32]:
-        """The keys of n items, (n, num_keys) uint32, to be compared by column; memory is 40 bytes per word."""
+        """The keys of n items, (n, num_keys) uint32, to be compared by column."""
         key_NK = np.zeros((len(items), self.num_keys), dtype=np.uint64)
         if not items:
             return key_NK.astype(np.uint32)
@@ -70,11 +69,9 @@ class NearDuplicates:
         return (key_NK >> np.uint64(32)).astype(np.uint32)
 
     def sets(self, item: Sequence[str]) -> tuple[_Uint64s, ...]:
-        """The set of shingles of each part of an item, as sorted hashes."""
         return tuple(np.unique(self._shingles([part])[0]) for part in item)
 
     def alike(self, first: Sequence[_Uint64s], second: Sequence[_Uint64s]) -> bool:
-        """Whether two items are near-copies, from their `sets` of shingles."""
         return all(
             # The upper bound from the sizes of the sets comes first, because it is cheap.
             min(len(one), len(other)) / max(len(one), len(other)) >= self.threshold

@@ -119,7 +119,6 @@ class VectorFeatures(PairFeatures):
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
 
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of some rows (see `PairFeatures.rows`), reduced."""
         vectors = super().rows(rows, swapped)
         if self._svd_dim is None:
             return vectors
@@ -133,7 +132,6 @@ class VectorFeatures(PairFeatures):
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
-    """Check that [q; d] can be reduced to this width."""
     if svd_dim is not None and not 1 <= svd_dim <= 2 * embedding_dim:
         rule = f"must be between 1 and {2 * embedding_dim}, twice the width of the vectors"
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
@@ -166,18 +164,13 @@ class Bm25Features(PairFeatures):
     """BM25 weights of the words of query and document, reduced by a truncated SVD to unit length, and concatenated.
 
     A word w that occurs f times in a text t has the weight idf(w)·f·(k1 + 1) / (f + k1·(1 - b + b·|t| / mean length));
-    words are hashed to 2^18 columns. Weights and axes are fitted to both sides of at most 131,072 rows. A text without
-    a known word is zero; a row of two such texts is an error.
+    words are hashed to 2^18 columns. Weights and axes are fitted to both sides of at most 131,072 rows.
 
     Args:
         source: A converted source of pairs.
         svd_dim: Reduced width of each text; the features are twice as wide. None: 128, or fewer with few rows.
         seed: Seed of the sample of rows, and of the SVD's random start.
         row_name: Name of a row in messages, such as its file and line.
-
-    Raises:
-        InputError: If the source's rows are not pairs.
-        OptionError: If there are fewer texts than svd_dim.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, appendix (sparse variant); BM25 of Robertson & Zaragoza 2009
     with k1 1.2, b 0.75. Differs: which sparse features CDE uses is not stated.
@@ -223,7 +216,6 @@ class Bm25Features(PairFeatures):
         return {**learned, "axes": axes}
 
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
-        """The reduced weights of each text, at unit length."""
         assert self.learned is not None
         axes = self.learned["axes"]
         weights = (_bm25_weights(_term_counts(texts), self.learned) for texts in self._texts(rows))
@@ -236,7 +228,6 @@ class Bm25Features(PairFeatures):
 
 
 def _term_counts(texts: Sequence[str]) -> Any:
-    """Counts of the hashed terms in each text, a sparse (texts, 2^18) matrix."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     vectorizer = HashingVectorizer(n_features=_NUM_HASHES, alternate_sign=False, norm=None, token_pattern=_TERM)
@@ -244,7 +235,6 @@ def _term_counts(texts: Sequence[str]) -> Any:
 
 
 def _bm25_weights(counts: Any, learned: dict[str, NDArray[Any]]) -> Any:
-    """The BM25 weight of each known term in each text, a sparse (texts, terms) matrix."""
     length = np.asarray(counts.sum(axis=1)).ravel()
     weights = counts[:, learned["terms"]].tocsr()
     weights.sort_indices()
@@ -264,15 +254,11 @@ class ClusterSettings:
         num_runs: Runs of k-means; the best is used.
         max_training_rows: Maximum rows that k-means is trained on, each in both orders; None for as many as fit in
             `memory_gib`. All rows are assigned, from disk.
-        memory_gib: Maximum memory for training k-means, in GiB: both orders of the training rows, and faiss's copies of
-            the centroids. If not all rows fit, k-means is trained on a random sample.
+        memory_gib: Maximum memory for training k-means, in GiB. If not all rows fit, it is trained on a random sample.
         num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
         shard_size: Rows assigned per shard: the most that is lost when the job is killed.
         seed: Seed of every random choice.
         gpu: Whether k-means and the assignment run on the GPUs (needs the extra `gpu`).
-
-    Raises:
-        OptionError: If a number is not positive, or both cluster_size and num_clusters are given.
     """
 
     cluster_size: int | None = None
@@ -298,7 +284,6 @@ class ClusterSettings:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
 
     def resolve_num_clusters(self, num_rows: int) -> int:
-        """Number of clusters for a number of rows; an `OptionError` if it exceeds the rows to train on."""
         if num_rows > MAX_ROWS:
             raise OptionError("input", num_rows, f"must have at most {MAX_ROWS} rows", "cluster it in parts")
         num_clusters = self.num_clusters
@@ -343,11 +328,8 @@ def cluster_pairs(
     """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
 
     k-means is trained on [q; d] and [d; q] of all rows, or of a sample that fits in memory; each row is assigned to the
-    centroid nearest to its [q; d], shard by shard. If queries and documents are far apart, up to half of the centroids
-    fit only [d; q] and get no rows; the manifest and a warning report their number.
-
-    If the job is killed, at most one run of k-means or one shard of assignments is lost; the same call resumes there
-    and writes the same bytes. Tasks of an array share the runs and the shards; the last one finishes the folder.
+    centroid nearest to its [q; d], shard by shard. A killed job loses at most one run of k-means or one shard; the same
+    call resumes there and writes the same bytes. Tasks of an array share the runs and the shards.
 
     Args:
         features: Features of the rows.
@@ -358,12 +340,6 @@ def cluster_pairs(
 
     Returns:
         The clusters, or None if other tasks have not finished their shards.
-
-    Memory: `memory_gib` while k-means is trained; afterwards four copies of the centroids and some blocks of features.
-    Raises:
-        InputError: If the folder has other content, or was written with other options; or the features of a row are
-            zero or not finite; or a shard of vectors is damaged.
-        OptionError: If there are more clusters than rows, or too many for the memory, or a requested GPU is missing.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 (Eq. 3) and §5. Differs: k-means by cosine, as released,
         where §4.1 has Euclidean distances; sources that do not fit in memory are sampled, where the release splits
@@ -414,7 +390,6 @@ def _manifest_fields(
 def _run_stages(
     features: PairFeatures, settings: ClusterSettings, job: ShardedJob, work: Path, task: ArrayTask | None
 ) -> None:
-    """Compute the task's share of the remaining stages, until another task finishes the job."""
     with job.lock():
         # Under the lock, so that work files removed by a finished job are not created again.
         if job.complete:
@@ -440,7 +415,6 @@ def _run_stages(
 
 
 def _remove_work(job: ShardedJob, work: Path) -> None:
-    """Remove the work files of a finished job; if this is interrupted, the next call continues."""
     paths = [path for path in map(job.path, range(job.num_shards)) if path.exists()]
     if paths or work.exists():
         with job.lock():
@@ -478,14 +452,12 @@ def _best_run(runs: ShardedJob) -> KMeans:
 
 
 def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:
-    """Write the nearest centroid of each row of a shard, (n,) int32."""
     row_N = np.array(shard_rows(shard, settings.shard_size, features.num_rows))
     blocks = (row_N[start : start + _BLOCK] for start in range(0, len(row_N), _BLOCK))
     save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.gpu) for b in blocks]))
 
 
 def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict[str, Any]:
-    """Write the finished files; returns statistics of the clusters for the manifest."""
     centroids, objective = _best_run(runs)
     assignments = [load_shard(job.path(shard), mapped=True) for shard in range(job.num_shards)]
     lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)

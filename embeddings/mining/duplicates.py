@@ -39,12 +39,11 @@ def find_duplicates(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """For each record of a source, whether it is a copy or near-copy of an earlier record that is retained.
+    """For each record, whether it is a copy or near-copy of an earlier record that is retained.
 
     Copies have the same query and positives, or the same text and class, ignoring outer white space. Near-copies have
-    similar queries *and* similar positives, ignoring case: two questions about one document are two records. Candidates
-    are compared by their full texts, so no other record is removed; 1 in 4,000 near-copies exactly at the threshold may
-    be missed. Keys are computed shard by shard; one process compares them.
+    similar queries *and* similar positives, ignoring case: two questions about one document are two records. Their full
+    texts are compared; 1 in 4,000 near-copies exactly at the threshold may be missed.
 
     Args:
         source: A converted source of pairs, or of labelled texts.
@@ -56,12 +55,6 @@ def find_duplicates(
 
     Returns:
         `KEPT`, `COPY` or `NEAR_COPY` for each record, (rows,) uint8, memory-mapped.
-
-    Memory: on disk 4 bytes per record and key: 4 for copies, 64 more for near-copies at 0.8 (16 keys), 28 at 0.9, 424
-        at 0.5. In memory 40 bytes per record while keys are compared, and 36 per key shared with another record.
-    Raises:
-        OptionError: If the threshold is out of range.
-        InputError: If the folder has other content, or was written with other options.
     """
     rule = None if near_duplicates is None else NearDuplicates(near_duplicates, num_parts=2, shingle=shingle)
     table = source.table
@@ -94,7 +87,6 @@ def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shar
 
 
 def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapping[str, Any]:
-    """Write the reasons; returns the number of records that each rule removes."""
 
     def are_equal(earlier: int, later: int) -> bool:
         return _record_texts(table.row(earlier)) == _record_texts(table.row(later))
@@ -130,7 +122,6 @@ def _record_texts(record: StoredRow) -> list[str]:
 
 
 def _compared_texts(record: StoredRow) -> tuple[str, str]:
-    """The two texts by which near-copies are compared."""
     return canonical(record.query).casefold(), canonical("\n".join(record.positives)).casefold()
 
 
@@ -157,7 +148,6 @@ class EvaluationTexts(NamedTuple):
     documents: Sequence[str]
 
     def sha256(self) -> str:
-        """A hash of all texts and their roles."""
         digest = hashlib.sha256()
         for texts in self:
             digest.update(f"{len(texts)}\n".encode())
@@ -172,18 +162,14 @@ class Decontaminator:
 
     `EQUAL`: the query or a positive equals an evaluation query or document, ignoring case, white space and punctuation.
 
-    `SIMILAR`: the coverage of an evaluation query by the query, or of an evaluation document by a positive, reaches the
-    threshold. Coverage (`BM25.coverage`) is the share of the evaluation text's BM25 weight that is in the training
-    text, each token counted once. Positives are not compared with evaluation queries, because a document covers every
-    question that it answers. Evaluation texts with fewer than `MIN_TOKENS` distinct tokens are only compared for
-    equality. Negatives are not checked. A labelled text counts as a query.
+    `SIMILAR`: the share of the BM25 weight of an evaluation query that is in the query, or of an evaluation document
+    that is in a positive, reaches the threshold (`BM25.coverage`). Positives are not compared with evaluation queries,
+    because a document covers every question that it answers. Evaluation texts with fewer than `MIN_TOKENS` distinct
+    tokens are only compared for equality. Negatives are not checked. A labelled text counts as a query.
 
     Args:
-        evaluation: The evaluation texts; they remain in memory with an index of their words.
+        evaluation: The evaluation texts.
         bm25_threshold: Minimum coverage of a similar text, > 0 and <= 1; None to check equality only.
-
-    Raises:
-        OptionError: If there is no evaluation text, or the threshold is out of range.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 (a BM25 threshold; value and scale are not
         stated). Differs: the score is divided by the evaluation text's score for itself; exact matches go first.
@@ -223,7 +209,6 @@ class Decontaminator:
 
     @cached_property
     def _indexes(self) -> list[BM25 | None]:
-        """BM25 indices of the queries and of the documents with enough tokens."""
         sides = [[text for text in texts if len(set(word_tokens(text))) >= MIN_TOKENS] for texts in self.evaluation]
         return [BM25(texts) if texts else None for texts in sides]
 
@@ -249,7 +234,6 @@ def find_contaminated(
     job.run(partial(_write_reasons, table, rule, shard_size), task, take_over=True)
 
     def join() -> dict[str, Any]:
-        """Write the reasons of all shards as one array; returns the number of records that each rule removes."""
         reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
         write_array(job.folder / _REASONS, reason_N)
         return {"equal": int((reason_N == EQUAL).sum()), "similar": int((reason_N == SIMILAR).sum())}

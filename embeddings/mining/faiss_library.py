@@ -16,7 +16,7 @@ from embeddings.common.jobs import progress_bar
 
 
 def load_faiss(gpu: bool = False) -> ModuleType:
-    """The faiss module, after a check for a GPU: the CPU build would ignore `gpu=True` silently."""
+    """The faiss module; a GPU is checked, because the CPU build would ignore `gpu=True` silently."""
     faiss = require("faiss", "gpu" if gpu else "cpu")
     if gpu and not hasattr(faiss, "StandardGpuResources"):
         hint = f"{pip_install('gpu')} in place of faiss-cpu"
@@ -32,7 +32,6 @@ def faiss_version() -> str:
 
 
 def new_lists(quantizer: Any, num_lists: int) -> Any:
-    """Empty inverted lists by inner product, with the centroids of a quantizer."""
     faiss = load_faiss()
     lists = faiss.IndexIVFFlat(quantizer, quantizer.d, num_lists, faiss.METRIC_INNER_PRODUCT)
     lists.is_trained = True
@@ -40,7 +39,7 @@ def new_lists(quantizer: Any, num_lists: int) -> Any:
 
 
 def write_lists(lists: Any, path: Path) -> None:
-    """Write inverted lists to this path and check that the file is complete; an `OSError` if it is not."""
+    """Write inverted lists and check that the file is complete; an `OSError` if it is not."""
     try:
         load_faiss().write_index(lists, str(path))
         map_lists(path)
@@ -81,7 +80,7 @@ def spherical_kmeans(
     seed: int = 0,
     gpu: bool = False,
 ) -> KMeans:
-    """The best of `num_runs` runs of spherical k-means, the first one on ties (see `kmeans_run`)."""
+    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`)."""
     if num_runs < 1:
         raise OptionError("num_runs", num_runs, "must be >= 1", "the paper uses the best of 3")
     runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in range(num_runs)]
@@ -99,11 +98,10 @@ def kmeans_run(
 ) -> KMeans:
     """One run of spherical k-means over all vectors, unit rows in memory; `run` is its index in a best-of-n.
 
-    All vectors are used, where faiss by default uses 256 per cluster. It replaces the centroid of an empty cluster by a
-    copy of another, moved by a thousandth, which `num_duplicates` counts. Run r starts as run r of faiss's best of n.
+    faiss replaces the centroid of an empty cluster by a copy of another, moved by a thousandth.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
-    Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
+        Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
     """
     check_num_clusters(num_clusters, len(vectors))
     if num_iterations < 1:
@@ -129,7 +127,6 @@ def kmeans_run(
 
 
 def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
-    """Check that the number of clusters is positive and at most that of the vectors."""
     if num_clusters < 1:
         raise OptionError("num_clusters", num_clusters, "must be >= 1", "leave it out and give cluster_size")
     if num_clusters > num_vectors:
@@ -172,7 +169,6 @@ def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bo
 
 
 def _index(centroids: NDArray[np.float32], gpu: bool) -> Any:
-    """An exact index of the centroids by inner product."""
     faiss = load_faiss(gpu)
     index = faiss.IndexFlatIP(centroids.shape[1])
     if gpu:

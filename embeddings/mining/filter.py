@@ -1,7 +1,4 @@
-"""Filtering: the rules that remove records of a source, in a fixed order, and the file of the remaining records.
-
-One rule is consistency: the number of documents in a segment that are nearer to a query than its own document.
-"""
+"""Filtering: the rules that remove records of a source, in a fixed order, and the file of the remaining records."""
 
 import hashlib
 import os
@@ -111,7 +108,7 @@ def rank_pairs(
 
     A pair is consistent at `top_k` if this number is below `top_k`: ties count in its favour. The documents of a
     segment are the distinct positives of its records, except for positives of the same query text in any record of the
-    source. For a record with several positives the nearest counts. The search is exact. Each segment is a shard.
+    source. For a record with several positives the nearest counts.
 
     Args:
         vectors: Unit vectors of the source's queries and documents.
@@ -125,10 +122,6 @@ def rank_pairs(
 
     Returns:
         (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
-
-    Memory: 8 bytes per record, and 4 * D bytes per record of one segment: 1.5 GB for 1M records with D = 384.
-    Raises:
-        InputError: If the folder has other content or options, or a vector is not of unit length.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
@@ -162,7 +155,6 @@ def rank_pairs(
 
 
 def require_segment_size(segment_size: int) -> None:
-    """Check that segments have at least 2 records."""
     if segment_size < 2:
         raise OptionError("segment_size", segment_size, "must be >= 2", "the paper uses 1000000")
 
@@ -218,7 +210,6 @@ def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device,
 
 
 def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
-    """Write the ranks of all segments as one array; returns the number of ranked records."""
     rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
     for segment in range(job.num_shards):
         rank_N[segments.members(segment)] = load_shard(job.path(segment))
@@ -250,9 +241,6 @@ class FilterRules:
         seed: Seed of the assignment of records to segments.
         segment_by: Whether segments are drawn from all records of the source, or from those of one `language`, a field
             that every record then needs. Nomic draws segments per language.
-
-    Raises:
-        OptionError: If a value is invalid or cannot take effect.
     """
 
     remove_copies: bool = True
@@ -274,13 +262,7 @@ class FilterRules:
 
 
 class FilterReport(NamedTuple):
-    """The result of filtering.
-
-    Attributes:
-        output: The file of the remaining records.
-        num_records: Number of records before filtering.
-        removed: Number of records that each active rule removed, by its name in `RULES`.
-    """
+    """The file of the remaining records, the number before, and how many each active rule of `RULES` removed."""
 
     output: Path
     num_records: int
@@ -329,11 +311,6 @@ def filter_pairs(
         shard_size: Records per shard of the rules without vectors.
         task: Shards that this process computes; None for all.
         cache_dir: Folder of converted sources.
-
-    Memory: 2 bytes per record, 2 for its language, and that of one rule at a time (`find_duplicates`, `rank_pairs`).
-    Raises:
-        OptionError: If an option is invalid or cannot take effect, or no rule is active.
-        InputError: If the source cannot be used, `output` is another file, or no record remains.
     """
     require_shard_size(shard_size)
     is_json_lines(Path(output))
@@ -466,7 +443,6 @@ def _manifest_fields(
 
 
 def _finished(output: Path, fields: dict[str, Any]) -> FilterReport | None:
-    """The report of an existing output, or None if there is none."""
     manifest = finished_manifest(output, fields)
     return None if manifest is None else FilterReport(output, manifest["num_records"], manifest["removed"])
 

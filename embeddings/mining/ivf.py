@@ -1,8 +1,4 @@
-"""Searches by inverted lists (IVF): a query is compared with the documents of the lists nearest to it.
-
-`IvfSearch` builds faiss's lists of one tile of documents after another, for mining. `VectorIndex` is a file of all
-lists beside an encoded folder, for searches.
-"""
+"""Searches by inverted lists (IVF): a query is compared with the documents of the lists nearest to it."""
 
 import os
 from collections.abc import Iterator
@@ -54,8 +50,6 @@ class IvfSearch:
         list_N: The list of each document, (N,) int32.
         num_probes: Lists searched per query.
         gpu: Whether faiss runs on the first GPU.
-
-    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
     """
 
     def __init__(
@@ -68,7 +62,7 @@ class IvfSearch:
         self._quantizer.add(centroid_CD)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query in its lists (see `DocumentSearch`)."""
+        """See `DocumentSearch`."""
         check_search(self.documents, query_QD, top_k)
         if self.gpu and top_k > GPU_MAX_DOCUMENTS:
             raise OptionError("top_k", top_k, f"must be <= {GPU_MAX_DOCUMENTS} on a GPU", "lower it, or use the CPU")
@@ -114,11 +108,6 @@ def build_ivf(
         seed: Seed of the sample and of the k-means.
         gpu: Whether faiss runs on the first GPU.
         task: Shards that this process computes; afterwards it computes the shards that are still missing.
-
-    Raises:
-        InputError: If a vector is not of unit length, or the folder was written from other inputs.
-        MissingExtraError: If faiss is not installed.
-        OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
     """
     faiss = load_faiss(gpu)
     num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
@@ -137,7 +126,6 @@ def build_ivf(
     centroid_CD = load_shard(training.path(0))
 
     def sort(shard: int, path: Path) -> None:
-        """Write the nearest centroid of each document of a shard."""
         vector_ND = np.ascontiguousarray(documents.load(shard))
         _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
         save_array(path, list_N1[:, 0].astype(np.int32))
@@ -170,14 +158,13 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
 
 
 def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
-    """The documents that lists are trained on, 64 per list: a random one from each of n equal ranges, (n,) int64."""
+    """The documents that lists are trained on, 64 per list: a random one from each of n equal ranges."""
     count = min(num_documents, num_lists * SAMPLE_PER_LIST)
     edges = np.arange(count + 1) * num_documents // count
     return np.random.default_rng(derive_seed(seed, "ivf sample")).integers(edges[:-1], edges[1:])
 
 
 def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = False) -> Floats:
-    """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
     lists_seed = derive_seed(seed, "ivf") % 2**31
     return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
 
@@ -196,12 +183,7 @@ class VectorIndex:
 
     @classmethod
     def open(cls, folder: VectorFolder) -> Self:
-        """The index beside a folder's vectors, mapped into memory; its hash is checked, which reads it once.
-
-        Raises:
-            InputError: If there is no index, it is damaged or of other vectors, or the vectors are int8 or binary.
-            MissingExtraError: If faiss is not installed.
-        """
+        """The index beside a folder's vectors, mapped into memory; its hash is checked, which reads it once."""
         _require_floats(folder)
         load_faiss()
         path = folder.path / INDEX_FILE
@@ -216,7 +198,7 @@ class VectorIndex:
         return cls(lists)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query in its lists (see `DocumentSearch`)."""
+        """See `DocumentSearch`."""
         require_top_k(top_k)
         found = self._lists.search(np.ascontiguousarray(query_QD), min(top_k, self._lists.ntotal))
         best = BestDocuments(len(query_QD), top_k, max(1, len(query_QD)))
@@ -227,20 +209,13 @@ class VectorIndex:
 def build_index(
     folder: VectorFolder, *, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0
 ) -> VectorIndex:
-    """Build the index of a folder's vectors, beside them; an existing index is replaced.
+    """Build the index of a folder's vectors, beside them; an existing one is replaced. All vectors are in memory once.
 
     Args:
         folder: Output of `encode_corpus`.
         num_lists: Number of lists, or None for the default of `build_ivf`.
         num_probes: Lists searched per query, or None for 32, or all if there are fewer.
         seed: Seed of the sample and of the k-means.
-
-    Memory: all vectors, once.
-    Raises:
-        InputError: If a vector is zero or not finite, or the vectors are int8 or binary.
-        MissingExtraError: If faiss is not installed.
-        OptionError: If there are more lists than documents or fewer than probes.
-        OSError: If the disk is full; an existing index is preserved.
     """
     _require_floats(folder)
     if check_manifest(folder.path, {}).get("similarity") == "dot":
@@ -293,7 +268,6 @@ def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, 
 
 
 def _with_progress(folder: VectorFolder, title: str) -> Iterator[Floats]:
-    """The folder's directions, block by block, with a progress bar."""
     with progress_bar(folder.num_documents, title, "vector") as bar:
         for vector_ND in folder.directions():
             yield vector_ND

@@ -1,7 +1,4 @@
-"""Mining of hard negatives for the records of a source by one or several teachers; the output has training records.
-
-A cross-encoder may score the positives and negatives, as a teacher for distillation.
-"""
+"""Mining of hard negatives for the records of a source by one or several teachers; the output has training records."""
 
 import json
 import os
@@ -72,11 +69,6 @@ class Reranker:
     Args:
         model: A directory or Hub id, as for `CrossEncoder`.
         device: Device of the model; None for the GPU if there is one.
-
-    Raises:
-        MissingExtraError: If sentence-transformers is not installed.
-        InputError: If the model cannot be loaded.
-        OptionError: If it does not return one score per pair, or its weights have no head for scores.
     """
 
     def __init__(self, model: str, device: str | None = None) -> None:
@@ -118,7 +110,6 @@ class Reranker:
 
 
 def scoring_job(folder: Path, reranker: Reranker, num_shards: int) -> ShardedJob:
-    """The job that scores the mined shards; each model has a separate folder in `folder`."""
     fields = {"kind": "reranker's scores", **reranker.fields}
     return ShardedJob(folder / f"scores-{fields['model_sha256'][:12]}", fields, num_shards, stem="scores")
 
@@ -136,7 +127,6 @@ def score_shard(reranker: Reranker, table: Table, shard_size: int, mined: Sharde
 
 
 def read_scores(path: Path, records: Sequence[Record], mined: pa.Table) -> pa.Array:
-    """The scores of a shard, one list per record."""
     counts = [len(record.positives) for record in records]
     offsets = np.cumsum([0, *np.add(counts, pc.list_value_length(mined["negatives"]).to_pylist())])
     score_P = load_shard(path)
@@ -175,7 +165,6 @@ class Teachers:
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
     def encode(self, source: CachedSource, index: PairIndex, folder: Path, **options: Any) -> list[PairVectors]:
-        """The vectors of each model: in `folder` for a single model, else in a subfolder for each."""
         return [
             encode_pairs(
                 self.load(model),
@@ -201,9 +190,6 @@ class SearchOptions:
         num_lists: Number of lists of `ivf`, or None for a default by the number of documents (see `build_ivf`).
         gpu: Whether to search on the first GPU; `ivf` needs faiss's build for GPUs (the extra `gpu`).
         gpu_memory_gib: GPU memory for the exact search, in GiB; None for 16. Larger corpora are streamed.
-
-    Raises:
-        OptionError: If a value is invalid or cannot take effect.
     """
 
     index: IndexKind = "exact"
@@ -237,7 +223,6 @@ class SearchOptions:
             require_gpu()
 
     def over(self, vectors: PairVectors, folder: Path, seed: int, task: ArrayTask | None) -> DocumentSearch:
-        """The search over a teacher's documents; `ivf` writes its lists to `folder`."""
         shards = vectors.document_shards
         if self.index == "exact":
             return ExactSearch(shards, "cuda" if self.gpu else "cpu", self.gpu_memory_gib)
@@ -315,12 +300,6 @@ def mine_negatives(
 
     Returns:
         The report, or None while shards of other tasks are missing.
-
-    Raises:
-        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, no query has a
-            judgment, or `output` is another file.
-        MissingExtraError: If faiss is not installed.
-        OptionError: If an option is invalid or cannot take effect.
     """
     search = search or SearchOptions()
     search.check()
@@ -454,7 +433,6 @@ def _merge(
 
 
 def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
-    """The report of an existing output, or None if there is none."""
     manifest = finished_manifest(output, fields)
     if manifest is None:
         return None

@@ -37,8 +37,6 @@ MAX_OWN_TEXTS = 256
 
 
 class MinedShard(NamedTuple):
-    """The negatives of a shard of queries, and the teachers' mean score of each positive, (P,), in query order."""
-
     queries: range
     negatives: Negatives
     positive_score_P: Floats
@@ -57,7 +55,7 @@ class ShardMiner:
     qrels: DocumentQrels | None = None
 
     def mine(self, shard: int) -> MinedShard:
-        """The negatives of a shard of the query vectors; an `InputError` if a vector is not of unit length."""
+        """The negatives of a shard of the query vectors."""
         queries = self.vectors[0].query_shards.rows(shard)
         query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
         for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
@@ -145,13 +143,11 @@ ByLevel = dict[str, dict[str, Any]]
 
 
 def mined_schema(graded: bool) -> pa.Schema:
-    """The columns of a shard's file: the results of mining for a record, with or without levels."""
     scores = [(name, pa.list_(pa.float32())) for name in ("negative_scores", "positive_scores")]
     return pa.schema([record_schema(graded).field("negatives"), *scores])
 
 
 def output_schema(graded: bool, reranked: bool = False) -> pa.Schema:
-    """The columns of the output: those of a source of pairs, the teachers' scores, and a reranker's scores."""
     schema = pa.unify_schemas([record_schema(graded), mined_schema(graded)])
     return schema.append(pa.field("scores", pa.list_(pa.float32()))) if reranked else schema
 
@@ -188,7 +184,6 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def read_shard(path: Path) -> pa.Table:
-    """The content of a shard's file."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read()
@@ -234,7 +229,6 @@ def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) ->
 
 
 def _shard_levels(negatives: Negatives) -> dict[str, dict[str, float]] | None:
-    """For each level the number of negatives, the number of records without any, and range and sum of the scores."""
     if negatives.level_N is None:
         return None
     statistics = {}

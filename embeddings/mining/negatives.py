@@ -39,9 +39,6 @@ class NegativeRules:
         last_rank: Rank of the last candidate considered.
         choice: `top` takes the hardest remaining candidates, `random` draws from them.
         seed: Seed of the random choice, and of the lists of an approximate search.
-
-    Raises:
-        OptionError: If a value is invalid.
     """
 
     num_negatives: int | None = None
@@ -153,7 +150,6 @@ def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules:
 
 
 def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Remaining:
-    """The candidates of each query by mean score, and which of them the rules of `choose_negatives` leave."""
     mean_QC: Floats = candidates.score_TQC.mean(axis=0, dtype=np.float64).astype(np.float32)
     mean_QC[candidates.row_QC < 0] = -np.inf
     order_QC: Int64s = np.lexsort((candidates.row_QC, -mean_QC), axis=1)
@@ -294,12 +290,10 @@ class DocumentQrels:
     """Judgments of a source's queries, by the rows of its documents.
 
     The level of a document is how far below the positives it was judged: 1 for the next lower grade, 2 for lower grades
-    that are still relevant, 3 for irrelevant. The steps are the grades that occur anywhere in the judgments. They count
-    from the lowest grade of the query's positives. A positive that was not judged, or was judged irrelevant, counts as
-    having the lowest relevant grade, so that no relevant document becomes a negative. Documents judged as relevant as
-    the positives are positives too.
-
-    Raises `InputError` if none of the source's queries is judged; `where` names the judgments.
+    that are still relevant, 3 for irrelevant. The steps are the grades that occur anywhere in the judgments, from the
+    lowest grade of the query's positives. A positive that was not judged, or was judged irrelevant, counts as having
+    the lowest relevant grade, so that no relevant document becomes a negative. Documents judged as relevant as the
+    positives are positives too.
     """
 
     def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
@@ -315,7 +309,6 @@ class DocumentQrels:
             raise InputError(where, "has no judgment of a document for a query of the source", hint)
 
     def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
-        """The judgments of the queries with these text hashes and known positives."""
         start_Q = np.searchsorted(self._query_hash_J, hash_Q, side="left")
         stop_Q = np.searchsorted(self._query_hash_J, hash_Q, side="right")
         index_j = concatenated_ranges(start_Q, stop_Q)
@@ -354,9 +347,6 @@ class LevelRules:
         kind: `quantiles` of the teachers' similarity, or human `grades` (see `choose_levels`).
         judged: The judgments for `grades`; None for quantiles.
         judged_in: Origin of the judgments, for messages.
-
-    Raises:
-        OptionError: If the kind is unknown, or judgments are missing or cannot take effect.
     """
 
     kind: LevelKind
@@ -399,14 +389,12 @@ def choose_levels(
     `last_rank` does not remove random documents, and neither ranks nor margins remove judged documents.
 
     `quantiles`: the remaining candidates of a query, hardest first, are split into four equal parts, level 1 the
-    nearest quarter, because MGH's levels order one query's negatives (Section 2.1). If the number is not divisible by
-    4, the easier parts are larger by one; with fewer than four candidates the hardest levels are empty.
+    nearest quarter. If the number is not divisible by 4, the easier parts are larger by one; with fewer than four
+    candidates the hardest levels are empty.
 
-    `grades`: a judged document has the level of its grade (`DocumentQrels`): 1 for one step below the positive, like a
-    hard negative in MGH's prompt (Appendix A.1); 2 for lower and still relevant; 3 for irrelevant. Documents without a
-    judgment count as irrelevant: those in the window have level 3 and are used if there are too few judged ones, random
-    ones have level 4. A query outside `judged_Q` has no negatives; `removed` counts `query_not_judged`. The known
-    positives of `queries` include the documents judged equally relevant.
+    `grades`: a judged document has the level of its grade (`DocumentQrels`). Documents without a judgment count as
+    irrelevant: those in the window have level 3 and fill up for judged ones, random ones have level 4.
+    A query outside `judged_Q` has no negatives; `removed` counts `query_not_judged`.
 
     Source: MGH, Sections 2.1 and 5.1. Differs: the paper's levels are written by a language model. Its mean
         similarities to the query, by an unbiased judge, are .881, .857, .845 and .793 for levels 1 to 4 (Table 4).

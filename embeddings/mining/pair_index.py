@@ -69,7 +69,6 @@ class PairIndex:
         return self.positive_rows[self.positive_offsets[query] : self.positive_offsets[query + 1]]
 
     def document_texts(self, documents: Sequence[int] | Int64s) -> list[str]:
-        """The texts of documents, as each first appeared."""
         table, entry_N, first = self.source.table, np.asarray(self._entries[documents]), 0
         texts = [""] * len(entry_N)
         for offsets, texts_of in ((self.positive_offsets, table.positives), (self.negative_offsets, table.negatives)):
@@ -119,11 +118,6 @@ def index_pairs(
         folder: The folder to write, atomically.
         corpus: A file of additional documents (`text`, optional `title`), or None. Empty texts are skipped.
         negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.
-
-    Memory: 60 bytes per text, which are sorted by their 64-bit hashes.
-    Raises:
-        InputError: If the source's rows are not pairs, `negatives` is set and no row has any, the corpus cannot be
-            used, or the folder contains another index.
     """
     if source.classes is not None:
         raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")

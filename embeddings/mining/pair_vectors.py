@@ -38,12 +38,7 @@ _FOLDERS: dict[TextRole, str] = {"query": "queries", "document": "documents"}
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Folders that `encode` wrote; their texts are not encoded again.
-
-    Args:
-        queries: Vectors of queries (`encode --role query`), or None.
-        documents: Vectors of documents, such as those of the extra corpus, or None.
-    """
+    """Folders that `encode` wrote, of queries and of documents; their texts are not encoded again."""
 
     queries: Path | None = None
     documents: Path | None = None
@@ -65,9 +60,6 @@ class EncodingOptions:
         precision: Dtype of the model's matrix products.
         devices: Devices that share the encoding, one process each: the number of GPUs (without GPUs: of CPU processes),
             or their names, as `cuda:0,cuda:1`. One GPU, or the CPU, if left out.
-
-    Raises:
-        OptionError: If a prompt is set by name and by text, or there is no such device.
     """
 
     vectors: Path | None = None
@@ -96,7 +88,7 @@ class EncodingOptions:
         }
 
     def encoded(self, num_models: int = 1) -> list[EncodedTexts]:
-        """The existing vectors of each model; an `OptionError` if the numbers of folders and models differ."""
+        """The existing vectors of each model."""
         columns: list[Sequence[Path | None]] = []
         for name in ("query_vectors", "document_vectors"):
             value = getattr(self, name)
@@ -128,10 +120,7 @@ class EncodedFolder:
         return cls(vectors, identity)
 
     def find(self, hash_N: Int64s, rows_path: Path) -> Int64s:
-        """The row of each text's vector in the folder, by the text's hash; -1 if it is not there, (N,) int64.
-
-        The rows are stored in `rows_path`; a lock lets one process compute them.
-        """
+        """The row of each text's vector in the folder, or -1; stored in `rows_path` by one process."""
         lock = rows_path.with_name(f".{rows_path.name}.lock")
         if not rows_path.exists():
             with file_lock(lock):
@@ -157,13 +146,7 @@ def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
 
 @dataclass(frozen=True)
 class PairVectors:
-    """Unit vectors of the queries and documents of a source of pairs, by one model.
-
-    Attributes:
-        index: The documents, and the positives of each row.
-        query_shards: Vectors of the queries, by row.
-        document_shards: Vectors of the documents.
-    """
+    """Unit vectors of the queries, by row, and of the documents of a source of pairs, by one model."""
 
     index: PairIndex
     query_shards: VectorShards
@@ -187,9 +170,8 @@ def encode_pairs(
 ) -> PairVectors:
     """Encode the queries and documents of a source, shard by shard; existing shards are reused.
 
-    After the job is killed, the same call resumes at the first missing shard and writes the same bytes. Each task of an
-    array computes its own shards first, and then the shards that are still missing. All tasks use the mini-batch size
-    of the first; with another number of threads vectors may be rounded differently.
+    A killed job resumes at the first missing shard and writes the same bytes. Each task of an array computes its own
+    shards first, and then those that are still missing. With another number of threads vectors may round differently.
 
     Args:
         encoder: The model.
@@ -205,13 +187,6 @@ def encode_pairs(
         encoded: Folders that `encode` wrote with the same model; their vectors are reused.
         devices: Devices that share this process's shards, one process each (see `on_devices`).
         task: Shards that this process computes; None for all.
-
-    Raises:
-        InputError: If the source does not contain pairs, a vector is zero, the folder has other content or was written
-            with other options, an encoded folder has other options or none of the texts, or the prompt needs an
-            instruction and a row has none.
-        OptionError: If `shard_size` is not positive, or the model has no prompt of that name.
-        WorkerError: If a device's process died; finished shards are preserved.
     """
     require_shard_size(shard_size)
     for name, value in (("corpus", corpus), ("negatives", negatives or None)):
@@ -294,7 +269,7 @@ def _encode_side(
 
 
 def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairVectors:
-    """The finished vectors that `encode_pairs` wrote to a folder; an `InputError` if there are none of this source."""
+    """The finished vectors that `encode_pairs` wrote to a folder."""
     made = []
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
@@ -313,8 +288,6 @@ class _ShardTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class _ShardWriter:
-    """Encodes and writes a shard's unit vectors, in this process or another one."""
-
     job: ShardedJob
     role: TextRole
     mini_batch_tokens: int
@@ -322,7 +295,6 @@ class _ShardWriter:
     shards: VectorShards
 
     def __call__(self, encoder: "Encoder", item: _ShardTexts) -> bool:
-        """Write the shard, unless it exists or another process is writing it."""
         return self.job.make(item.shard, lambda _, path: self.write(encoder, item, path))
 
     def write(self, encoder: "Encoder", item: _ShardTexts, path: Path) -> None:
@@ -335,8 +307,6 @@ class _ShardWriter:
 
 @dataclass(frozen=True)
 class _Side:
-    """The queries of a source or its documents, and how they are encoded."""
-
     role: TextRole
     prompt_name: PromptChoice
     encoded: EncodedFolder | None

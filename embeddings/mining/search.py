@@ -42,10 +42,6 @@ class DocumentSearch(Protocol):
 
         Returns:
             Scores and rows, (Q, K), best first, ties by row; row -1 with score -inf if fewer documents are found.
-
-        Raises:
-            InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
-            OptionError: If `top_k` is not positive, or exceeds the GPU's memory or the limit of faiss on a GPU.
         """
 
 
@@ -53,7 +49,7 @@ class SearchSizes(NamedTuple):
     """The block sizes of a search, and whether all documents stay on the device.
 
     `pass_queries` queries share a pass over the documents, `product_queries` share one product with a tile, and
-    `num_pairs` pairs are scored again at once. `num_bytes` is the maximum memory in use.
+    `num_pairs` pairs are scored again at once.
     """
 
     is_resident: bool
@@ -71,7 +67,7 @@ def search_sizes(
 
     Bytes for vectors of width D: `stored_bytes`·D per resident document; 6·D per document of a tile, with its cast;
     6·D + 64·`width` per query of a pass; 6 per score of a product, and 400·`width` per query of it; 16·D per pair that
-    is scored again. An `OptionError` if not even blocks of one row fit.
+    is scored again.
     """
     sixteenth = memory_gib * 2**30 / 16
     resident_bytes, document_bytes = stored_bytes * num_documents * embedding_dim, 6 * embedding_dim
@@ -100,16 +96,13 @@ class ExactSearch:
 
     Products are in bfloat16 if a CPU supports it, in float16 on a GPU, else in float32; what may be among the best is
     scored again in float32. On a GPU the documents stay if three quarters of the memory are enough; otherwise they are
-    read in every pass of queries: 100M of width 768 take 154 GB in float16.
+    read in every pass of queries.
 
     Args:
         documents: Unit vectors.
         device: Device of the products.
         memory_gib: Memory that may be used, in GiB (see `search_sizes`), without CUDA's own context; None for 16 on a
             GPU, and 1 on a CPU.
-
-    Raises:
-        OptionError: If there is no such GPU, or the memory is too small (at the first search).
     """
 
     def __init__(
@@ -134,7 +127,7 @@ class ExactSearch:
         return search_sizes(number, width, self._stored.itemsize, candidates, num_queries, memory_gib)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query (see `DocumentSearch`)."""
+        """See `DocumentSearch`."""
         check_search(self.documents, query_QD, top_k)
         sizes, parts = self.sizes(len(query_QD), top_k), list[TopK]()
         with full_products(), torch.inference_mode():
@@ -174,7 +167,6 @@ def full_products() -> Iterator[None]:
 
 
 def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
-    """Check the arguments of a search (see `DocumentSearch`)."""
     require_top_k(top_k)
     if query_QD.shape[1] != documents.embedding_dim:
         what = f"contains vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}"
@@ -183,7 +175,6 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
 
 
 def tile_rows(num_rows: int, size: int) -> Iterator[Rows]:
-    """All rows, in consecutive parts of this size."""
     return (np.arange(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
