@@ -35,7 +35,7 @@ from embeddings.data.documented_functions import (
     package_versions,
     sources_digest,
 )
-from embeddings.data.near_duplicates import NearDuplicates, mark_copies
+from embeddings.data.near_duplicates import NearDuplicates
 from embeddings.data.records import Negative
 
 NEAR_DUPLICATE_JACCARD = 0.7
@@ -73,12 +73,9 @@ def near_duplicates(texts: Sequence[str]) -> npt.NDArray[np.bool_]:
     """For each text, whether it is a near-duplicate of an earlier text that is not a near-duplicate itself."""
     rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
     items = [(text,) for text in texts]
-
-    @lru_cache(maxsize=4096)
-    def sets(index: int) -> Sequence[npt.NDArray[np.uint64]]:
-        return rule.sets(items[index])
-
-    return mark_copies(rule.keys(items).T, len(items), lambda one, other: rule.alike(sets(one), sets(other)))
+    blocks = [rule.signatures(items[start : start + 512]) for start in range(0, len(items), 512)]
+    sets = lru_cache(maxsize=32_768)(lambda row: rule.sets(items[row]))
+    return rule.mark_copies(np.concatenate(blocks), sets) if blocks else np.zeros(0, dtype=bool)
 
 
 def _code(function: DocumentedFunction) -> str:

@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 import unicodedata
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
+from embeddings.data import near_duplicates
 from embeddings.data.store import StoredRow
 from embeddings.inference.bm25 import BM25, word_tokens
 from embeddings.mining import duplicates
@@ -26,6 +28,8 @@ from embeddings.mining.duplicates import (
     find_duplicates,
 )
 from tests.data.rows import pairs
+from tests.helpers.forks import in_a_child
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
 from tests.mining import pair_sources
 
@@ -128,11 +132,20 @@ def test_shards_and_tasks_change_nothing(shard_size, tmp_path, monkeypatch):
         assert found.tolist() == whole.tolist()
 
 
-def test_hash_collisions_remove_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(duplicates, "text_hash", lambda text: 5)
-    rows = [*pairs(6), *pairs(2)]
-    found = find_duplicates(source(tmp_path, rows), tmp_path / "work")
-    assert found.tolist() == [KEPT] * 6 + [COPY] * 2
+def test_a_killed_comparison_goes_on_where_it_was_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(near_duplicates, "_SAVE_SECONDS", 0.0)
+    pairs_source = source(tmp_path, varied_rows(1))
+    whole = find_duplicates(pairs_source, tmp_path / "whole", near_duplicates=0.7)
+
+    def killed():
+        duplicates.write_array = interrupted_at(duplicates.write_array, 20, killed=True)
+        find_duplicates(pairs_source, tmp_path / "killed", near_duplicates=0.7)
+
+    assert in_a_child(killed) == -signal.SIGKILL
+    assert len(np.load(tmp_path / "killed" / "compared.npy")) == 19
+    found = find_duplicates(pairs_source, tmp_path / "killed", near_duplicates=0.7)
+    assert found.tolist() == whole.tolist()
+    assert not (tmp_path / "killed" / "compared.npy").exists()
 
 
 def test_shingles_of_characters_find_copies_without_word_boundaries(tmp_path):
