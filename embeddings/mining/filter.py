@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import compress
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
@@ -34,7 +33,6 @@ from embeddings.data.records import LabelledText, is_json_lines, write_labelled_
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
 from embeddings.inference.encoder import embedder_sha256
-from embeddings.inference.vector_folder import VectorShards
 from embeddings.mining.duplicates import (
     COPY,
     EQUAL,
@@ -48,6 +46,7 @@ from embeddings.mining.duplicates import (
 )
 from embeddings.mining.pair_index import concatenated_ranges
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
+from embeddings.mining.search import pair_scores
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
@@ -59,7 +58,7 @@ RANKS = "ranks.npy"
 TIE = 1e-6
 NOT_RANKED = -1
 
-_QUERY_TILE, _DOCUMENT_TILE = 2048, 16384
+_QUERY_TILE, _DOCUMENT_TILE, _SHARD_PAIRS = 2048, 16384, 1 << 31
 _Int64s = npt.NDArray[np.int64]
 
 
@@ -74,23 +73,27 @@ class Segments:
         if group_N is not None:
             order_N = np.argsort(group_N, kind="stable")
             groups = np.split(row_N[order_N], np.flatnonzero(np.diff(group_N[order_N])) + 1)
-        # For each segment the rows of its group, its index in the group, and the number of segments of the group.
-        self._segments: list[tuple[npt.NDArray[np.uint32], int, int]] = []
-        for row_n in groups:
+        # For each segment the rows of its group, and the range of positions in the permuted group.
+        self._segments: list[tuple[npt.NDArray[np.uint32], range]] = []
+        # The segment and the rows in it of each shard of the work, which takes less than a minute on a CPU.
+        self.blocks: list[tuple[int, slice]] = []
+        for row_n in filter(len, groups):
             count = -(-len(row_n) // segment_size)
-            self._segments += [(row_n, number, count) for number in range(count)]
+            edges = [number * len(row_n) // count for number in range(count + 1)]
+            for positions in map(range, edges[:-1], edges[1:]):
+                size = max(_QUERY_TILE, _SHARD_PAIRS // len(positions))
+                starts = range(0, len(positions), size)
+                self.blocks += [(len(self._segments), slice(start, start + size)) for start in starts]
+                self._segments.append((row_n, positions))
 
     def __len__(self) -> int:
         return len(self._segments)
 
     def members(self, segment: int) -> _Int64s:
         """The rows of a segment, in order, computed without the other segments."""
-        row_n, number, count = self._segments[segment]
-        total = len(row_n)
-        start, stop = number * total // count, (number + 1) * total // count
-        order = KeyedPermutation(total, derive_seed(self._seed, "segments"))
-        positions: _Int64s = np.sort(order(np.arange(start, stop, dtype=np.int64)))
-        return row_n[positions].astype(np.int64)
+        row_n, positions = self._segments[segment]
+        order = KeyedPermutation(len(row_n), derive_seed(self._seed, "segments"))
+        return row_n[np.sort(order(np.array(positions)))].astype(np.int64)
 
 
 def rank_pairs(
@@ -118,7 +121,7 @@ def rank_pairs(
         segment_size: Maximum records per segment, at least 2.
         seed: Seed of the assignment of records to segments.
         device: Device of the products.
-        task: Segments that this process computes; None for all.
+        task: Shards that this process computes; None for all.
 
     Returns:
         (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
@@ -147,7 +150,7 @@ def rank_pairs(
         "segment_size": segment_size,
         "seed": seed,
     }
-    job = ShardedJob(folder, fields, len(segments), stem="segment")
+    job = ShardedJob(folder, fields, len(segments.blocks), stem="ranks")
     job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
     job.finish(lambda: _join(job, segments, num_rows))
     ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
@@ -159,60 +162,52 @@ def require_segment_size(segment_size: int) -> None:
         raise OptionError("segment_size", segment_size, "must be >= 2", "the paper uses 1000000")
 
 
-def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) -> npt.NDArray[np.int32]:
-    """The ranks of the pairs in the rows of a segment, (n,) int32 (see `rank_pairs`)."""
-    index = vectors.index
-    start_N, stop_N = index.positive_offsets[row_N], index.positive_offsets[row_N + 1]
-    entry_E = concatenated_ranges(start_N, stop_N)
-    document_M, column_E = np.unique(index.positive_rows[entry_E], return_inverse=True)
-    owner_E = np.repeat(np.arange(len(row_N)), stop_N - start_N)
-    query_ND = torch.from_numpy(vectors.query_shards.take(row_N))
-    own_score_N = torch.full((len(row_N),), -torch.inf)
-    # By document, so that the entries of each tile of documents are contiguous.
-    order_E = np.argsort(column_E, kind="stable")
-    owner_E, column_E = owner_E[order_E], column_E[order_E]
-    for start, tile_TD in _tiles(vectors.document_shards, document_M):
-        first, last = np.searchsorted(column_E, [start, start + len(tile_TD)])
-        for block in range(first, last, _QUERY_TILE):
-            owner_e = torch.from_numpy(owner_E[block : min(block + _QUERY_TILE, last)])
-            column_e = torch.from_numpy(column_E[block : min(block + _QUERY_TILE, last)] - start)
-            score_e = (query_ND[owner_e] * tile_TD[column_e]).sum(dim=1)
-            own_score_N.scatter_reduce_(0, owner_e, score_e, "amax")
+def segment_ranks(
+    vectors: PairVectors, row_N: _Int64s, device: torch.device, block: slice = slice(None)
+) -> npt.NDArray[np.int32]:
+    """The ranks of a block of the pairs in the rows of a segment, (n,) int32 (see `rank_pairs`)."""
+    index, row_n = vectors.index, row_N[block]
+    entries = concatenated_ranges(index.positive_offsets[row_N], index.positive_offsets[row_N + 1])
+    document_M = np.unique(index.positive_rows[entries])
+    query_nD = vectors.query_shards.take(row_n)
+    start_n, stop_n = index.positive_offsets[row_n], index.positive_offsets[row_n + 1]
+    owner_P = np.repeat(np.arange(len(row_n)), stop_n - start_n)
+    own_row_P = np.asarray(index.positive_rows[concatenated_ranges(start_n, stop_n)])
+    score_P = pair_scores(query_nD, owner_P, own_row_P, vectors.document_shards)
+    own_score_n = torch.from_numpy(np.maximum.reduceat(score_P, np.cumsum(stop_n - start_n) - (stop_n - start_n)))
     # The known positives in the segment, sorted by group and column, so that those of a group in a tile are contiguous.
-    known = index.known_positives(row_N)
+    known = index.known_positives(row_n)
     column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
     is_in_segment_P = document_M[column_P] == known.row_P
     key_P = known.group_P[is_in_segment_P] * len(document_M) + column_P[is_in_segment_P]
-    count_N = torch.zeros(len(row_N), dtype=torch.int32)
-    for first, tile_TD in _tiles(vectors.document_shards, document_M):
-        tile_DT = tile_TD.to(device).T
-        for start in range(0, len(row_N), _QUERY_TILE):
-            chunk_N = slice(start, start + _QUERY_TILE)
-            is_nearer_NT = query_ND[chunk_N].to(device) @ tile_DT > own_score_N[chunk_N].to(device)[:, None] + TIE
-            first_key_n = known.group_Q[chunk_N] * len(document_M) + first
-            start_n, stop_n = np.searchsorted(key_P, first_key_n), np.searchsorted(key_P, first_key_n + len(tile_TD))
-            row_K = np.repeat(np.arange(len(first_key_n)), stop_n - start_n)
-            column_K = key_P[concatenated_ranges(start_n, stop_n)] - first_key_n[row_K]
-            is_nearer_NT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
-            count_N[chunk_N] += is_nearer_NT.sum(dim=1, dtype=torch.int32).cpu()
-    ranks: npt.NDArray[np.int32] = count_N.numpy()
+    count_n = torch.zeros(len(row_n), dtype=torch.int32)
+    for first in range(0, len(document_M), _DOCUMENT_TILE):
+        tile_TD = vectors.document_shards.take(document_M[first : first + _DOCUMENT_TILE])
+        tile_DT = torch.from_numpy(tile_TD).to(device).T
+        for start in range(0, len(row_n), _QUERY_TILE):
+            chunk = slice(start, start + _QUERY_TILE)
+            score_qT = torch.from_numpy(query_nD[chunk]).to(device) @ tile_DT
+            is_nearer_qT = score_qT > own_score_n[chunk].to(device)[:, None] + TIE
+            first_key_q = known.group_Q[chunk] * len(document_M) + first
+            start_q, stop_q = np.searchsorted(key_P, first_key_q), np.searchsorted(key_P, first_key_q + len(tile_TD))
+            row_K = np.repeat(np.arange(len(first_key_q)), stop_q - start_q)
+            column_K = key_P[concatenated_ranges(start_q, stop_q)] - first_key_q[row_K]
+            is_nearer_qT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
+            count_n[chunk] += is_nearer_qT.sum(dim=1, dtype=torch.int32).cpu()
+    ranks: npt.NDArray[np.int32] = count_n.numpy()
     return ranks
 
 
-def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]:
-    """The vectors of some rows, a tile at a time, each with the index of its first row."""
-    for start in range(0, len(row_M), _DOCUMENT_TILE):
-        yield start, torch.from_numpy(shards.take(row_M[start : start + _DOCUMENT_TILE]))
-
-
-def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, segment: int, path: Path) -> None:
-    save_array(path, segment_ranks(vectors, segments.members(segment), device))
+def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, shard: int, path: Path) -> None:
+    segment, block = segments.blocks[shard]
+    save_array(path, segment_ranks(vectors, segments.members(segment), device, block))
 
 
 def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
+    """Write the ranks of all segments as one array; returns the number of ranked records."""
     rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
-    for segment in range(job.num_shards):
-        rank_N[segments.members(segment)] = load_shard(job.path(segment))
+    for shard, (segment, block) in enumerate(segments.blocks):
+        rank_N[segments.members(segment)[block]] = load_shard(job.path(shard))
     write_array(job.folder / RANKS, rank_N)
     return {"num_ranked": len(segments.row_N)}
 

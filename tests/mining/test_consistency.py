@@ -59,6 +59,7 @@ def loop_ranks(members, query_ND, vector_of):
 def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, tile, tmp_path, monkeypatch):
     monkeypatch.setattr(consistency, "_QUERY_TILE", tile)
     monkeypatch.setattr(consistency, "_DOCUMENT_TILE", tile + 1)
+    monkeypatch.setattr(consistency, "_SHARD_PAIRS", 1)
     vectors, query_ND, vector_of = rounded_vectors(tmp_path)
     found = rank_pairs(vectors, tmp_path / "work", segment_size=segment_size, seed=1)
     segments = Segments(np.arange(NUM_ROWS, dtype=np.uint32), segment_size, 1)
@@ -104,6 +105,14 @@ def test_tasks_and_shards_of_vectors_change_no_byte(tmp_path):
     assert parts.tolist() == whole.tolist()
     for path in (folders[0] / "work").glob("*.npy"):
         assert path.read_bytes() == (folders[1] / "work" / path.name).read_bytes()
+
+
+def test_a_shard_is_a_bounded_part_of_a_large_segment():
+    segments = Segments(np.arange(2_500_000, dtype=np.uint32), 1_000_000, 0)
+    assert len(segments) == 3
+    sizes = [len(range(833_333)[block]) for _, block in segments.blocks]
+    assert max(sizes) * 833_334 <= 2**31
+    assert sum(sizes) >= 3 * 833_333
 
 
 def test_another_seed_model_or_choice_of_rows_is_refused_by_name(tmp_path):
