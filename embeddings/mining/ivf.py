@@ -1,7 +1,7 @@
 """Searches by inverted lists (IVF): a query is compared with the documents of the lists nearest to it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,19 +20,19 @@ from embeddings.common.io import (
     fsync_path,
     write_file_manifest,
 )
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, save_array, write_array
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, save_array, shard_rows
 from embeddings.common.random import derive_seed
 from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import BestDocuments, TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder, VectorShards
 from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, map_lists, new_lists, write_lists
-from embeddings.mining.search import Floats, Rows, check_search, tile_rows
+from embeddings.mining.search import Floats, Rows, check_search
 
-MAX_LISTS = 4096
 SAMPLE_PER_LIST = 64
 ITERATIONS = 10
 PROBES = 32
-TILE_BYTES = 48 << 20
+# Vectors of a file of lists, which are in memory while it is written.
+PART_BYTES = 512 << 20
 # faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
 GPU_MAX_DOCUMENTS = 2048
@@ -47,19 +47,17 @@ class IvfSearch:
     Args:
         documents: Unit vectors.
         centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
-        list_N: The list of each document, (N,) int32.
+        parts: Memory-mapped lists of all documents, or of parts of them.
         num_probes: Lists searched per query.
         gpu: Whether faiss runs on the first GPU.
     """
 
     def __init__(
-        self, documents: VectorShards, centroid_CD: Floats, list_N: Rows, num_probes: int, gpu: bool = False
+        self, documents: VectorShards, centroid_CD: Floats, parts: Sequence[Any], num_probes: int, gpu: bool = False
     ) -> None:
-        self.documents, self.centroid_CD, self.list_N, self.num_probes = documents, centroid_CD, list_N, num_probes
-        self.gpu, self._faiss = gpu, load_faiss(gpu)
+        self.documents, self.centroid_CD, self.num_probes, self.gpu = documents, centroid_CD, num_probes, gpu
+        self._parts, self._faiss = parts, load_faiss(gpu)
         self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
-        self._quantizer = self._faiss.IndexFlatIP(documents.embedding_dim)
-        self._quantizer.add(centroid_CD)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """See `DocumentSearch`."""
@@ -68,23 +66,19 @@ class IvfSearch:
             raise OptionError("top_k", top_k, f"must be <= {GPU_MAX_DOCUMENTS} on a GPU", "lower it, or use the CPU")
         faiss, best = self._faiss, BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
         score_QP, list_QP = faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=faiss.METRIC_INNER_PRODUCT)
-        for rows in tile_rows(self.documents.num_rows, max(1, TILE_BYTES // (4 * self.documents.embedding_dim))):
-            tile_TD, list_T = self.documents.take(rows), self.list_N[rows].astype(np.int64)
-            index = new_lists(self._quantizer, len(self.centroid_CD))
-            index.add_core(len(rows), faiss.swig_ptr(tile_TD), None, faiss.swig_ptr(list_T))
-            if self.gpu:
-                index = faiss.index_cpu_to_gpu(self._resources, 0, index)
-            index.nprobe, count = self.num_probes, min(top_k, len(rows))
+        for part in self._parts:
+            index = faiss.index_cpu_to_gpu(self._resources, 0, part) if self.gpu else part
+            index.nprobe, count = self.num_probes, min(top_k, part.ntotal)
             for number, chunk in enumerate(best.chunks):
-                scores, places = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
-                best.add(number, *_found(scores, places, int(rows[0])))
+                found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
+                best.add(number, *_found(*found))
         return best.result()
 
 
-def _found(score_QK: Floats, row_QK: Rows, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _found(score_QK: Floats, row_QK: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and rows of a search by faiss, which returns row -1 for missing documents."""
     score_QK = np.where(row_QK < 0, np.float32(-np.inf), score_QK)
-    return torch.from_numpy(score_QK), torch.from_numpy(np.maximum(row_QK, 0) + first_row)
+    return torch.from_numpy(score_QK), torch.from_numpy(np.maximum(row_QK, 0))
 
 
 def build_ivf(
@@ -97,14 +91,14 @@ def build_ivf(
     gpu: bool = False,
     task: ArrayTask | None = None,
 ) -> IvfSearch:
-    """Train the lists and assign the documents to them; existing shards are reused.
+    """Train the lists and write the documents into them; existing shards are reused.
 
     Args:
         documents: Unit vectors.
         folder: The folder to write: `centroids/`, `lists/`.
         num_probes: Lists searched per query, or None for 32, or all if there are fewer.
-        num_lists: Number of lists, or None for 4 times the square root of the number of documents, at most 4,096 and
-            one per 39 documents (the minimum that faiss recommends).
+        num_lists: Number of lists, or None for 4 times the square root of the number of documents, at most one per 39
+            documents (the minimum that faiss recommends).
         seed: Seed of the sample and of the k-means.
         gpu: Whether faiss runs on the first GPU.
         task: Shards that this process computes; afterwards it computes the shards that are still missing.
@@ -125,28 +119,30 @@ def build_ivf(
     training.finish()
     centroid_CD = load_shard(training.path(0))
 
-    def sort(shard: int, path: Path) -> None:
-        vector_ND = np.ascontiguousarray(documents.load(shard))
-        _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
-        save_array(path, list_N1[:, 0].astype(np.int32))
+    quantizer = faiss.IndexFlatIP(documents.embedding_dim)
+    quantizer.add(centroid_CD)
+    part_rows = max(1, PART_BYTES // (4 * documents.embedding_dim))
 
-    def join() -> dict[str, Any]:
-        parts = [load_shard(sorting.path(shard)) for shard in range(sorting.num_shards)]
-        write_array(sorting.folder / "all.npy", np.concatenate(parts))
-        return {}
+    def sort(part: int, path: Path) -> None:
+        row_n = np.array(shard_rows(part, part_rows, documents.num_rows))
+        lists = new_lists(quantizer, num_lists)
+        lists.add_with_ids(documents.take(row_n), row_n)
+        write_lists(lists, path)
 
-    shards = {"kind": "ivf lists", **fields, "shard_size": documents.shard_size}
-    sorting = ShardedJob(Path(folder) / "lists", shards, documents.num_shards, stem="list")
+    num_parts = -(-documents.num_rows // part_rows)
+    sorting = ShardedJob(
+        Path(folder) / "lists", {"kind": "ivf lists", **fields}, num_parts, stem="list", suffix=".faiss"
+    )
     sorting.run(sort, task, take_over=True)
-    sorting.finish(join)
-    list_N = load_shard(sorting.folder / "all.npy", mapped=True)
-    return IvfSearch(documents, centroid_CD, list_N, num_probes, gpu)
+    sorting.finish()
+    parts = [map_lists(sorting.path(part)) for part in range(num_parts)]
+    return IvfSearch(documents, centroid_CD, parts, num_probes, gpu)
 
 
 def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
     """The number of lists, and of lists searched per query: the arguments, or `build_ivf`'s defaults."""
     if num_lists is None:
-        num_lists = max(1, min(int(4 * num_documents**0.5), MAX_LISTS, num_documents // 39))
+        num_lists = max(1, min(int(4 * num_documents**0.5), num_documents // 39))
     if not 1 <= num_lists <= num_documents:
         rule = f"must be between 1 and the {num_documents} documents"
         raise OptionError("num_lists", num_lists, rule, "leave it out for the default")

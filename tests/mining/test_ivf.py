@@ -193,17 +193,22 @@ def test_recall_at_10_rises_with_the_probes_and_reaches_all(tmp_path):
     np.testing.assert_allclose(found.score_QK, exact.score_QK, atol=1e-6)
 
 
-def test_tasks_and_tiles_change_nothing(tmp_path, monkeypatch):
+def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, monkeypatch):
     documents, queries = shards(tmp_path / "documents", clustered(500), 64), clustered(20, seed=5)
-    whole = build_ivf(documents, tmp_path / "whole", num_probes=3, num_lists=10).search(queries, 5)
+    one_file = build_ivf(documents, tmp_path / "one", num_probes=3, num_lists=10).search(queries, 5)
+    monkeypatch.setattr(ivf, "PART_BYTES", 64 * 100)
+    build_ivf(documents, tmp_path / "whole", num_probes=3, num_lists=10)
     for index in (1, 0):
         parts = build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10, task=ArrayTask(index, 2))
-    for name in ("centroids", "lists"):
-        for path in (tmp_path / "whole" / name).glob("*.npy"):
-            assert path.read_bytes() == (tmp_path / "parts" / name / path.name).read_bytes()
-    monkeypatch.setattr(ivf, "TILE_BYTES", 64 * 100)
+    files = [path for path in (tmp_path / "whole").rglob("*") if path.suffix in (".npy", ".faiss")]
+    assert len(files) == 6
+    for path in files:
+        assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
+    for name in ("new_lists", "write_lists"):
+        monkeypatch.setattr(ivf, name, None)
     monkeypatch.setattr(ivf, "QUERY_CHUNK", 7)
-    np.testing.assert_array_equal(parts.search(queries, 5).index_QK, whole.index_QK)
+    for search in (parts, build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10)):
+        np.testing.assert_array_equal(search.search(queries, 5).index_QK, one_file.index_QK)
 
 
 def test_a_top_k_beyond_the_limit_of_faiss_on_a_gpu_is_refused(tmp_path):
@@ -229,6 +234,10 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
     assert len(search.centroid_CD) == lists
     assert search.num_probes == min(lists, ivf.PROBES)
     np.testing.assert_allclose(np.linalg.norm(search.centroid_CD, axis=1), 1, atol=1e-5)
+
+
+def test_the_number_of_lists_grows_with_the_root_of_the_documents():
+    assert [ivf.ivf_sizes(number)[0] for number in (1_000_000, 10_000_000, 100_000_000)] == [4000, 12_649, 40_000]
 
 
 @pytest.mark.parametrize(
