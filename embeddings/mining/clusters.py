@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import SETTINGS, check_manifest
-from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, load_shard, save_array, shard_rows
+from embeddings.common.jobs import (
+    ArrayTask,
+    ShardedJob,
+    discard_on_user_error,
+    load_shard,
+    progress_bar,
+    save_array,
+    shard_rows,
+)
 from embeddings.common.process import logger
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
@@ -111,7 +119,8 @@ class VectorFeatures(PairFeatures):
         width = 2 * self._vectors.query_shards.embedding_dim
         moments = np.zeros((width, width))
         rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "axes"))
-        for start in range(0, len(rows), _BLOCK):
+        starts = range(0, len(rows), _BLOCK)
+        for start in progress_bar(None, "reducing the vectors", "block", iterable=starts):
             for swapped in (False, True):
                 block = super().rows(rows[start : start + _BLOCK], swapped).astype(np.float64)
                 moments += block.T @ block
@@ -158,6 +167,7 @@ DEFAULT_DIM = 128
 _NUM_HASHES = 1 << 18
 _TERM = r"(?u)\w+"
 _K1, _B = 1.2, 0.75
+_NUM_ROUNDS, _EXTRA_AXES = 7, 10
 
 
 class Bm25Features(PairFeatures):
@@ -192,8 +202,6 @@ class Bm25Features(PairFeatures):
 
     def fit(self) -> dict[str, NDArray[Any]]:
         """The terms that occur, (t,), their weights, (t,), the texts' mean length and the axes, (t, svd_dim)."""
-        from sklearn.decomposition import TruncatedSVD
-
         rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "bm25"))
         queries, documents = self._texts(rows)
         counts = _term_counts([*queries, *documents])
@@ -209,10 +217,8 @@ class Bm25Features(PairFeatures):
         }
         # The solver needs as many columns as axes; with few words the other axes are zero.
         num_axes = min(self._dim, len(terms))
-        svd = TruncatedSVD(num_axes, n_iter=7, random_state=derive_seed(self._seed, "svd") % 2**32)
-        svd.fit(_bm25_weights(counts, learned))
         axes = np.zeros((len(terms), self._dim), dtype=np.float32)
-        axes[:, : len(svd.components_)] = svd.components_.T
+        axes[:, :num_axes] = _principal_axes(_bm25_weights(counts, learned), num_axes, derive_seed(self._seed, "svd"))
         return {**learned, "axes": axes}
 
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
@@ -232,6 +238,24 @@ def _term_counts(texts: Sequence[str]) -> Any:
 
     vectorizer = HashingVectorizer(n_features=_NUM_HASHES, alternate_sign=False, norm=None, token_pattern=_TERM)
     return vectorizer.transform(texts)
+
+
+def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float64]:
+    """The first right singular vectors of a sparse matrix (n, t), (t, num_axes), by randomised subspace iteration.
+
+    Source: Halko, Martinsson & Tropp 2011, arXiv:0909.4061, Algorithms 4.4 and 5.1, as scikit-learn's `TruncatedSVD`.
+    """
+    from scipy.linalg import lu, qr, svd
+
+    sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
+    for _ in progress_bar(None, "reducing the words", "round", iterable=range(_NUM_ROUNDS)):
+        axes, _ = lu(weights.T @ sides, permute_l=True)
+        sides, _ = lu(weights @ axes, permute_l=True)
+    axes, _ = qr(weights.T @ sides, mode="economic")
+    rotation, *_ = svd((weights @ axes).T, full_matrices=False)
+    axes = (axes @ rotation)[:, :num_axes]
+    largest = np.abs(axes).argmax(axis=0)
+    return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
 
 
 def _bm25_weights(counts: Any, learned: dict[str, NDArray[Any]]) -> Any:
@@ -437,7 +461,8 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
     for swapped in (False, True):
         half = vectors[len(rows) :] if swapped else vectors[: len(rows)]
-        for start in range(0, len(rows), _BLOCK):
+        starts = range(0, len(rows), _BLOCK)
+        for start in progress_bar(None, "reading features", "block", iterable=starts):
             half[start : start + _BLOCK] = features.rows(rows[start : start + _BLOCK], swapped)
     return vectors
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from math import gcd
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -61,7 +60,10 @@ def map_lists(path: Path) -> Any:
 NUM_ITERATIONS, NUM_RUNS = 100, 3
 # In a best-of-n, faiss adds r times this to the seed of run r.
 _SEED_STEP = 15_486_557
-_ITERATIONS_PER_CALL = 10
+# Scores of vectors and centroids that are computed at once.
+_BLOCK_SCORES = 1 << 27
+# Relative distance from its copy of a centroid that is placed in a large cluster, because its own had no vectors.
+_MOVE = 1 / 1024
 
 
 class KMeans(NamedTuple):
@@ -98,7 +100,7 @@ def kmeans_run(
 ) -> KMeans:
     """One run of spherical k-means over all vectors, unit rows in memory; `run` is its index in a best-of-n.
 
-    faiss replaces the centroid of an empty cluster by a copy of another, moved by a thousandth.
+    The centroid of an empty cluster becomes a copy of the largest cluster's, moved by a thousandth.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
         Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
@@ -108,22 +110,48 @@ def kmeans_run(
         raise OptionError("num_iterations", num_iterations, "must be >= 1", "the paper uses 100")
     check_vectors(vectors, where)
     faiss = load_faiss(gpu)
-    if num_clusters == len(vectors):
+    num_vectors = len(vectors)
+    if num_clusters == num_vectors:
         return KMeans(vectors.copy(), 1.0)
-    # faiss reports no progress within a call, so a run makes several calls; each starts from the last centroids.
-    iterations_per_call = gcd(num_iterations, _ITERATIONS_PER_CALL)
-    kmeans = faiss.Kmeans(
-        vectors.shape[1], num_clusters, niter=iterations_per_call, nredo=1, spherical=True, gpu=gpu,
-        seed=(seed + _SEED_STEP * run + 2**31) % 2**32 - 2**31,
-        max_points_per_centroid=-(-len(vectors) // num_clusters), min_points_per_centroid=1,
-    )  # fmt: skip
-    centroids = None
-    with progress_bar(num_iterations, f"k-means, run {run + 1}", "iteration") as bar:
-        for _ in range(num_iterations // iterations_per_call):
-            kmeans.train(vectors, init_centroids=centroids)
-            centroids = kmeans.centroids
-            bar.update(iterations_per_call)
-    return KMeans(np.ascontiguousarray(centroids, dtype=np.float32), float(kmeans.obj[-1]) / len(vectors))
+    order_N = np.empty(num_vectors, np.int32)
+    faiss.rand_perm(faiss.swig_ptr(order_N), num_vectors, (seed + 1 + _SEED_STEP * run) % 2**32)
+    centroids = vectors[order_N[:num_clusters]]
+    faiss.normalize_L2(centroids)
+    nearest_N, cosine_N = np.empty(num_vectors, np.int32), np.empty(num_vectors, np.float32)
+    # Each block takes seconds at most, so that progress is shown and Ctrl-C ends the loop.
+    size = max(4096, _BLOCK_SCORES // num_clusters // 4096 * 4096)
+    title = f"k-means, run {run + 1}"
+    with progress_bar(num_iterations * num_vectors, title, "vector", unit_scale=True) as bar:
+        for _ in range(num_iterations):
+            index = _index(centroids, gpu)
+            for start in range(0, num_vectors, size):
+                block = slice(start, min(start + size, num_vectors))
+                score_n1, nearest_n1 = index.search(vectors[block], 1)
+                nearest_N[block], cosine_N[block] = nearest_n1[:, 0], score_n1[:, 0]
+                bar.update(block.stop - start)
+            centroids = _mean_directions(vectors, nearest_N, num_clusters)
+    return KMeans(centroids, float(cosine_N.mean(dtype=np.float64)))
+
+
+def _mean_directions(vectors: NDArray[np.float32], nearest_N: NDArray[np.int32], num_clusters: int) -> Any:
+    """The unit mean of each cluster, (k, d) float32."""
+    from scipy.sparse import csr_array
+
+    count_K = np.bincount(nearest_N, minlength=num_clusters)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(count_K)])
+    ones, order_N = np.ones(len(vectors), np.float32), np.argsort(nearest_N, kind="stable")
+    sum_KD = csr_array((ones, order_N, ends), shape=(num_clusters, len(vectors))) @ vectors
+    centroids = sum_KD * (np.float32(1) / np.maximum(count_K, 1).astype(np.float32))[:, None]
+    # As in faiss, neighbouring values move in opposite directions.
+    moves_D = np.where(np.arange(vectors.shape[1]) % 2, -_MOVE, _MOVE).astype(np.float32)
+    for empty in np.flatnonzero(count_K == 0).tolist():
+        largest = int(count_K.argmax())
+        centroids[empty] = centroids[largest] * (1 + moves_D)
+        centroids[largest] *= 1 - moves_D
+        count_K[empty] = count_K[largest] // 2
+        count_K[largest] -= count_K[empty]
+    load_faiss().normalize_L2(centroids)
+    return centroids
 
 
 def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
@@ -158,7 +186,8 @@ def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bo
     if not width:
         return lists
     index = _index(centroids, gpu)
-    for start in range(0, num_centroids, _BLOCK):
+    starts = range(0, num_centroids, _BLOCK)
+    for start in progress_bar(None, "comparing centroids", "block", iterable=starts):
         block = centroids[start : start + _BLOCK]
         nearest = index.search(block, width + 1)[1]
         is_itself = nearest == start + np.arange(len(nearest))[:, None]

@@ -109,7 +109,7 @@ def build_ivf(
     fields = {**sizes, "seed": seed, "gpu": gpu, "faiss": faiss_version()}
 
     def train(_: int, path: Path) -> None:
-        for shard, vector_ND in enumerate(documents):
+        for shard, vector_ND in progress_bar(None, "checking vectors", "shard", iterable=enumerate(documents)):
             check_vectors(vector_ND, str(documents.path(shard)), unit=True)
         sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
         save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from embeddings.common import InputError, MissingExtraError, OptionError
 from embeddings.mining import faiss_library
@@ -97,15 +98,26 @@ def test_a_run_equals_lloyds_loop_from_the_same_start():
 
 
 @pytest.mark.parametrize("num_iterations", [1, 7, 20, 25])
-def test_runs_of_several_calls_equal_the_best_of_three_of_faiss(num_iterations):
+def test_runs_equal_the_best_of_three_of_faiss(num_iterations):
     vectors = unit_vectors(300, 8)
     expected = reference(vectors, 12, niter=num_iterations, nredo=3, seed=5)
     found = spherical_kmeans(vectors, 12, num_iterations=num_iterations, seed=5)
-    np.testing.assert_allclose(found.centroids, expected.centroids, atol=1e-5)
+    np.testing.assert_array_equal(found.centroids, expected.centroids)
     assert found.objective * 300 == pytest.approx(max(expected.obj), rel=1e-5)
     runs = [kmeans_run(vectors, 12, run, num_iterations, seed=5).objective for run in range(3)]
     assert len(set(runs)) == 3
     assert found.objective == max(runs)
+
+
+def test_progress_is_shown_within_an_iteration_and_blocks_change_nothing(monkeypatch):
+    vectors, shown = unit_vectors(10_000, 8), []
+    whole = kmeans_run(vectors, 3, num_iterations=2)
+    update = tqdm.update
+    monkeypatch.setattr(tqdm, "update", lambda bar, count: (shown.append(count), update(bar, count))[1])
+    monkeypatch.setattr(faiss_library, "_BLOCK_SCORES", 1)
+    blocks = kmeans_run(vectors, 3, num_iterations=2)
+    assert shown == [4096, 4096, 1808] * 2
+    np.testing.assert_array_equal(blocks.centroids, whole.centroids)
 
 
 def test_every_vector_is_used_where_faiss_uses_256_per_cluster():
