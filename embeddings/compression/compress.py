@@ -24,7 +24,7 @@ from embeddings.common.io import MANIFEST, atomic_folder, file_sha256, share_fil
 from embeddings.common.jobs import discard_on_user_error
 from embeddings.common.own_folder import record_all
 from embeddings.compression.calibration import CalibrationOptions, calibration_texts, tokenise
-from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, Statistic, Treatment, linear_layers
+from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, Treatment, linear_layers
 from embeddings.compression.pruning import (
     PruningMethod,
     Sparsity,
@@ -97,23 +97,21 @@ class PruningOptions:
         return Sparsity.parse(self.pattern, self.sparsity)
 
     @property
-    def needs(self) -> Statistic:
-        if self.prune == "sparsegpt":
-            return "gram"
-        return "squares" if self.prune == "wanda" else "none"
+    def needs_inputs(self) -> bool:
+        return self.prune in ("wanda", "sparsegpt")
 
     def fields(self) -> dict[str, Any]:
         names = ["prune", "pattern", *(["damping", "block_size"] if self.prune == "sparsegpt" else [])]
         return {**{name: getattr(self, name) for name in names}, "sparsity": self.amount().fraction}
 
-    def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    def __call__(self, weight_OI: Tensor, gram_II: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
         amount = self.amount()
-        if self.prune == "magnitude" or statistic is None:
+        if self.prune == "magnitude" or gram_II is None:
             pruned_OI = prune_by_magnitude(weight_OI, amount)
         elif self.prune == "wanda":
-            pruned_OI = prune_by_wanda(weight_OI, statistic, amount)
+            pruned_OI = prune_by_wanda(weight_OI, gram_II, amount)
         else:
-            pruned_OI = prune_by_sparsegpt(weight_OI, statistic, amount, self.damping, self.block_size)
+            pruned_OI = prune_by_sparsegpt(weight_OI, gram_II, amount, self.damping, self.block_size)
         return {"weight": pruned_OI.to(dtype)}
 
 
@@ -143,19 +141,19 @@ class QuantizationOptions:
             raise OptionError("group_size", self.group_size, "must be >= 1", "128 is usual; leave it out for none")
 
     @property
-    def needs(self) -> Statistic:
-        return "gram"
+    def needs_inputs(self) -> bool:
+        return True
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    def __call__(self, weight_OI: Tensor, gram_II: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
         assert self.quantize is not None
-        assert statistic is not None
+        assert gram_II is not None
         # The scales of E5M2 are too small for float16.
         scale_dtype = torch.float32 if dtype == torch.float16 else dtype
         options = (self.group_size, self.damping, self.block_size, scale_dtype)
-        matrix = quantise_by_gptq(weight_OI, statistic, FORMAT_OF[self.quantize], *options)
+        matrix = quantise_by_gptq(weight_OI, gram_II, FORMAT_OF[self.quantize], *options)
         return {"weight": matrix.code_OI, "weight_scale": matrix.scale_OG}
 
 
@@ -207,7 +205,7 @@ class Compression:
         self.work = self.output.with_name(f"{self.output.name}.work")
         self.pruning, self.quantization = pruning, quantization
         self._device = device_of(device)
-        needs_texts = quantization.quantize is not None or pruning.needs != "none"
+        needs_texts = quantization.quantize is not None or pruning.needs_inputs
         if not needs_texts and calibration.calibration is not None:
             rule = "has no effect on pruning by magnitude, which uses the weights only"
             raise OptionError("calibration", calibration.calibration, rule, "leave it out")
@@ -267,7 +265,7 @@ class Compression:
     def _phase(self, name: str, source: Path, treatment: Treatment, config: dict[str, Any] | None = None) -> Path:
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
-        calibration = None if treatment.needs == "none" else self.calibration
+        calibration = self.calibration if treatment.needs_inputs else None
         hashes = {file.name: file_sha256(file) for file in weight_files(source)}
         fields = {"kind": f"{name} layers", "weights_sha256": hashes, **treatment.fields(), "calibration": calibration}
         tokens, pad = (None, 0) if calibration is None else tokenise(self._texts, model, self._max_length)

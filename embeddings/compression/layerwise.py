@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,8 +32,6 @@ from embeddings.models.lora import without_cache
 from embeddings.models.model_files import SCALE, dequantised, quantization_of, read_tensors, weight_files
 from embeddings.models.moe.experts import Experts
 
-# The statistic of the inputs x of a matrix: the sum of x xᵀ over the tokens, its diagonal only, or nothing.
-Statistic = Literal["gram", "squares", "none"]
 # The same on every machine, because it affects the rounding of sums.
 MINI_BATCH_TOKENS = 4096
 OUTSIDE_FILE = "outside.safetensors"
@@ -46,17 +44,14 @@ class Treatment(Protocol):
     """The compression of one matrix."""
 
     @property
-    def needs(self) -> Statistic:
-        """The statistic of the inputs that it uses."""
+    def needs_inputs(self) -> bool:
+        """Whether it uses the Gram matrix of the inputs x, the sum of x xᵀ over the tokens."""
 
     def fields(self) -> dict[str, Any]:
         """The options that affect its result, for the manifest (JSON types)."""
 
-    def __call__(self, weight_OI: Tensor, statistic: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors that replace a weight, (O, I) float32, by the end of their names (`weight`, `weight_scale`).
-
-        `statistic` is the one that `needs` names, (I, I) or (I) float32; `dtype` is that of the weight in its file.
-        """
+    def __call__(self, weight_OI: Tensor, gram_II: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors that replace a float32 weight, by the end of their names; `dtype` is the weight's in its file."""
 
 
 class _ReachedError(Exception):
@@ -258,17 +253,15 @@ def linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
 
 
 @contextmanager
-def inputs_added(
-    sums: dict[str, Tensor], linear: Mapping[str, nn.Linear], attention_NL: Tensor, needs: Statistic
-) -> Iterator[None]:
-    """Within the context, add statistics of the inputs of linear modules to `sums`, without padding tokens."""
+def inputs_added(sums: dict[str, Tensor], linear: Mapping[str, nn.Linear], attention_NL: Tensor) -> Iterator[None]:
+    """Within the context, add Gram matrices of the inputs of linear modules to `sums`, without padding tokens."""
     is_token_R = attention_NL.flatten()
 
     def add(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         input_RI = inputs[0].reshape(-1, inputs[0].shape[-1])
         assert len(input_RI) == len(is_token_R), "the inputs of a layer are not the tokens of the texts"
         input_TI = input_RI[is_token_R]
-        added = input_TI.T @ input_TI if needs == "gram" else input_TI.square().sum(dim=0)
+        added = input_TI.T @ input_TI
         if name in sums:
             sums[name] += added
         else:
@@ -327,11 +320,11 @@ class LayerwiseJob:
             linear = linear_layers(layer)
             for rows, state_NLH in zip(self._plan, self._states, strict=True):
                 tokens = self._padded(rows)
-                with inputs_added(sums, linear, tokens.attention_mask_NL, self._treatment.needs):
+                with inputs_added(sums, linear, tokens.attention_mask_NL):
                     self._model.run(index, tokens, state_NLH.to(self._model.device))
             for module_name, module in linear.items():
-                key, statistic = f"{name}.{module_name}.", sums.pop(module_name, None)
-                treated = self._treatment(module.weight.detach(), statistic, tensors[f"{key}weight"].dtype)
+                key, gram_II = f"{name}.{module_name}.", sums.pop(module_name, None)
+                treated = self._treatment(module.weight.detach(), gram_II, tensors[f"{key}weight"].dtype)
                 tensors |= {f"{key}{suffix}": tensor.cpu() for suffix, tensor in treated.items()}
         self._model.write(tensors, path)
 

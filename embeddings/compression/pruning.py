@@ -92,12 +92,11 @@ def prune_by_magnitude(weight_OI: Tensor, sparsity: Sparsity) -> Tensor:
 def prune_by_wanda(weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity) -> Tensor:
     """Set the weights (O, I) with the smallest |w_ij| · ‖x_j‖₂ in each output to zero; same dtype.
 
-    ‖x_j‖₂ is the norm of input j over the calibration tokens, from the Gram matrix, (I, I), or its diagonal, (I).
+    ‖x_j‖₂ is the norm of input j over the calibration tokens, the square root of the diagonal of the Gram matrix.
 
     Source: Sun et al. 2024 (Wanda), arXiv:2306.11695, Eq. 1.
     """
-    square_I = gram_II.diagonal() if gram_II.ndim == 2 else gram_II
-    return weight_OI.masked_fill(sparsity.mask(weight_OI.abs() * square_I.sqrt(), per_output=True), 0)
+    return weight_OI.masked_fill(sparsity.mask(weight_OI.abs() * gram_II.diagonal().sqrt(), per_output=True), 0)
 
 
 def prune_by_sparsegpt(

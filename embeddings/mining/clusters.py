@@ -17,6 +17,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import SETTINGS, check_manifest
 from embeddings.common.jobs import (
     ArrayTask,
+    JobFolder,
     ShardedJob,
     discard_on_user_error,
     load_shard,
@@ -300,11 +301,8 @@ class ClusterSettings:
         if self.cluster_size is not None and self.num_clusters is not None:
             rule = "replaces cluster_size"
             raise OptionError("num_clusters", self.num_clusters, rule, "give one of the two")
-        if not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
-            raise OptionError("memory_gib", self.memory_gib, "must be a finite number > 0", "leave it out for 16")
-        for name in ("cluster_size", "num_iterations", "num_runs", "max_training_rows", "num_neighbours", "shard_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        for name, value in asdict(self).items():
+            if name not in ("seed", "memory_gib") and value is not None and type(value) is int and value < 1:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
 
     def resolve_num_clusters(self, num_rows: int) -> int:
@@ -353,7 +351,8 @@ def cluster_pairs(
 
     k-means is trained on [q; d] and [d; q] of all rows, or of a sample that fits in memory; each row is assigned to the
     centroid nearest to its [q; d], shard by shard. A killed job loses at most one run of k-means or one shard; the same
-    call resumes there and writes the same bytes. Tasks of an array share the runs and the shards.
+    call resumes there and writes the same bytes. Tasks of an array share the runs and the shards; they leave the folder
+    `OUTPUT.work`, which may be deleted at the end.
 
     Args:
         features: Features of the rows.
@@ -371,35 +370,13 @@ def cluster_pairs(
     """
     settings = settings or ClusterSettings()
     assert features.num_rows == len(source.table)
-    num_rows = features.num_rows
-    num_clusters = settings.resolve_num_clusters(num_rows)
-    max_rows = settings.resolve_training_rows(num_rows, num_clusters, features.embedding_dim)
+    num_clusters = settings.resolve_num_clusters(features.num_rows)
+    max_rows = settings.resolve_training_rows(features.num_rows, num_clusters, features.embedding_dim)
     settings = replace(settings, max_training_rows=max_rows)
     load_faiss(settings.gpu)
-    fields = _manifest_fields(features, source, settings, num_clusters)
-    num_shards = -(-num_rows // settings.shard_size)
-    with discard_on_user_error(Path(output)):
-        job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
-        try:
-            if not job.complete:
-                _run_stages(features, settings, job, work, task)
-        except (FileNotFoundError, InputError):
-            # Another task may have finished meanwhile, and removed the work files.
-            if not job.complete:
-                raise
-        if not job.complete:
-            return None
-    _remove_work(job, work)
-    return ClusterFolder(output)
-
-
-def _manifest_fields(
-    features: PairFeatures, source: CachedSource, settings: ClusterSettings, num_clusters: int
-) -> dict[str, Any]:
     # Options that resolve to the same values for this source must give the same fields.
     resolved = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
-    return {
-        "kind": KIND,
+    fields = {
         SETTINGS: source.settings,
         "source_key": source.key,
         "num_rows": features.num_rows,
@@ -409,42 +386,35 @@ def _manifest_fields(
         "num_clusters": num_clusters,
         "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
     }
+    output = Path(output)
+    work = output.with_name(f"{output.name}.work")
+    with discard_on_user_error(output, work):
+        job = JobFolder(output, {"kind": KIND, **fields})
+        if not job.complete:
+            learning = ShardedJob(work / "features", {"kind": "features", **fields}, 1, suffix=".npz")
+            # One process fits the features, the others read its file.
+            learning.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
+            with load_shard(learning.path(0)) as learned:
+                features.learned = dict(learned)
+            vectors = cache(partial(_training_vectors, features, settings))
 
+            def train(run: int, path: Path) -> None:
+                options = (settings.num_iterations, settings.seed, settings.gpu, "training row")
+                result = kmeans_run(vectors(), num_clusters, run, *options)
+                _save(path, {"centroids": result.centroids, "objective": np.array(result.objective)})
 
-def _run_stages(
-    features: PairFeatures, settings: ClusterSettings, job: ShardedJob, work: Path, task: ArrayTask | None
-) -> None:
-    with job.lock():
-        # Under the lock, so that work files removed by a finished job are not created again.
-        if job.complete:
-            return
-        fields = {name: value for name, value in job.fields.items() if name != "num_shards"}
-        learning = ShardedJob(work / "features", {**fields, "kind": "features"}, 1, suffix=".npz")
-        runs_fields = {**fields, "kind": "k-means"}
-        runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
-    # One process fits the features, the others read its file.
-    learning.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
-    with load_shard(learning.path(0)) as learned:
-        features.learned = dict(learned)
-    vectors = cache(partial(_training_vectors, features, settings))
-
-    def train(run: int, path: Path) -> None:
-        options = (settings.num_iterations, settings.seed, settings.gpu, "training row")
-        result = kmeans_run(vectors(), fields["num_clusters"], run, *options)
-        _save(path, {"centroids": result.centroids, "objective": np.array(result.objective)})
-
-    runs.run(train, task, take_over=True)
-    job.run(partial(_assign, features, _best_run(runs).centroids, settings), task)
-    job.finish(partial(_merge, job, runs, settings))
-
-
-def _remove_work(job: ShardedJob, work: Path) -> None:
-    paths = [path for path in map(job.path, range(job.num_shards)) if path.exists()]
-    if paths or work.exists():
-        with job.lock():
-            shutil.rmtree(work, ignore_errors=True)
-            for path in paths:
-                path.unlink(missing_ok=True)
+            runs_fields = {"kind": "k-means", **fields}
+            runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
+            runs.run(train, task, take_over=True)
+            best, num_shards = _best_run(runs), -(-features.num_rows // settings.shard_size)
+            assigning = ShardedJob(work / "assignments", {"kind": "assignments", **fields}, num_shards)
+            assigning.run(partial(_assign, features, best.centroids, settings), task)
+            if assigning.missing():
+                return None
+            job.finish(partial(_merge, job, assigning, best, settings))
+    if task is None or task.count == 1:
+        shutil.rmtree(work, ignore_errors=True)
+    return ClusterFolder(output)
 
 
 def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:
@@ -482,9 +452,9 @@ def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSetting
     save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.gpu) for b in blocks]))
 
 
-def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict[str, Any]:
-    centroids, objective = _best_run(runs)
-    assignments = [load_shard(job.path(shard), mapped=True) for shard in range(job.num_shards)]
+def _merge(job: JobFolder, assigning: ShardedJob, best: KMeans, settings: ClusterSettings) -> dict[str, Any]:
+    centroids, objective = best
+    assignments = [load_shard(assigning.path(shard), mapped=True) for shard in range(assigning.num_shards)]
     lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
     sizes = np.sum([np.bincount(assignment, minlength=len(centroids)) for assignment in assignments], axis=0)

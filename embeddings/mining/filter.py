@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import compress
@@ -327,19 +327,6 @@ def filter_pairs(
     work = target.with_name(f"{target.name}.work")
     folder = work / "vectors" if vectors is None else Path(vectors)
 
-    def ranks(is_considered_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-        assert encoder is not None
-        return rank_pairs(
-            encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts),
-            work / "consistency",
-            is_considered_N=is_considered_N,
-            group_N=language_N,
-            segment_size=rules.segment_size,
-            seed=rules.seed,
-            device=encoder.device,
-            task=task,
-        )
-
     with discard_on_user_error(work, folder):
         ShardedJob(work, fields, num_shards=0)
         by_language = rules.segment_by == "language"
@@ -347,7 +334,33 @@ def filter_pairs(
         if by_language and not (work / LANGUAGES).exists():
             write_array(work / LANGUAGES, read_languages(config, source))
         language_N = load_shard(work / LANGUAGES) if by_language else None
-        reason_N = filter_reasons(source, work, rules, decontaminator, ranks, shard_size, task)
+        reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
+
+        def remove(is_matched_N: npt.NDArray[np.bool_], reason: int) -> None:
+            reason_N[is_matched_N & (reason_N == KEPT)] = reason
+
+        shared: dict[str, Any] = {"shard_size": shard_size, "task": task}
+        if rules.remove_copies:
+            copies: dict[str, Any] = {"near_duplicates": rules.near_duplicates, "shingle": rules.shingle}
+            verdict_N = find_duplicates(source, work / "duplicates", **copies, **shared)
+            remove(verdict_N == COPY, 1)
+            remove(verdict_N == NEAR_COPY, 2)
+        if decontaminator is not None:
+            verdict_N = find_contaminated(source, work / "decontamination", decontaminator, **shared)
+            remove(verdict_N == EQUAL, 3)
+            remove(verdict_N == SIMILAR, 4)
+        if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
+            rank_N = rank_pairs(
+                encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts),
+                work / "consistency",
+                is_considered_N=reason_N == KEPT,
+                group_N=language_N,
+                segment_size=rules.segment_size,
+                seed=rules.seed,
+                device=encoder.device,
+                task=task,
+            )
+            remove(rank_N >= rules.top_k, 5)
         counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
         report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})
         if report.num_kept == 0:
@@ -358,42 +371,6 @@ def filter_pairs(
             if _finished(target, fields) is None:
                 _write(config, source, reason_N, graded, report, fields, work)
     return report
-
-
-def filter_reasons(
-    source: CachedSource,
-    work: Path,
-    rules: FilterRules,
-    decontaminator: Decontaminator | None,
-    ranks: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.int32]],
-    shard_size: int,
-    task: ArrayTask | None,
-) -> npt.NDArray[np.uint8]:
-    """The rule that removes each record, by its index in `RULES` from 1, or 0 for none, (rows,) uint8."""
-    reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
-
-    def remove(is_matched_N: npt.NDArray[np.bool_], reason: int) -> None:
-        reason_N[is_matched_N & (reason_N == KEPT)] = reason
-
-    if rules.remove_copies:
-        verdict_N = find_duplicates(
-            source,
-            work / "duplicates",
-            near_duplicates=rules.near_duplicates,
-            shingle=rules.shingle,
-            shard_size=shard_size,
-            task=task,
-        )
-        remove(verdict_N == COPY, 1)
-        remove(verdict_N == NEAR_COPY, 2)
-    if decontaminator is not None:
-        folder = work / "decontamination"
-        verdict_N = find_contaminated(source, folder, decontaminator, shard_size=shard_size, task=task)
-        remove(verdict_N == EQUAL, 3)
-        remove(verdict_N == SIMILAR, 4)
-    if rules.top_k is not None and (reason_N == KEPT).any():
-        remove(ranks(reason_N == KEPT) >= rules.top_k, 5)
-    return reason_N
 
 
 def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None) -> list[int]:

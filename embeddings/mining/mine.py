@@ -198,25 +198,6 @@ class SearchOptions:
     gpu: bool = False
     gpu_memory_gib: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.index not in ("exact", "ivf"):
-            raise OptionError("index", self.index, "must be exact or ivf", "exact compares all documents")
-        for name in ("num_probes", "num_lists"):
-            value = getattr(self, name)
-            if value is not None and self.index != "ivf":
-                raise OptionError(name, value, "has no effect on the exact search", "leave it out, or use --index ivf")
-            if value is not None and value < 1:
-                raise OptionError(name, value, "must be >= 1", "leave it out for the default")
-        memory = self.gpu_memory_gib
-        if memory is not None and not (self.gpu and self.index == "exact"):
-            raise OptionError("gpu_memory_gib", memory, "is for the exact search on a GPU", "leave it out")
-        if memory is not None and not 0 < memory < float("inf"):
-            raise OptionError("gpu_memory_gib", memory, "must be a finite number > 0", "leave it out for 16")
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "gpu_memory_gib"}
-
     def check(self) -> None:
         load_faiss(self.gpu and self.index == "ivf")
         if self.gpu:
@@ -231,21 +212,7 @@ class SearchOptions:
 
 
 class MiningReport(NamedTuple):
-    """The result of mining.
-
-    Attributes:
-        output: The file of mined records.
-        num_queries: Number of records.
-        num_documents: Number of distinct documents.
-        num_candidates: Candidates found; with levels also those drawn or judged.
-        removed: Candidates that each rule removed, by `negatives.REASONS`; with grades also `query_not_judged`.
-        num_left: Candidates that no rule removed, chosen or not.
-        num_negatives: Negatives chosen.
-        num_short: Records with fewer negatives than `num_negatives`.
-        num_empty: Records without a negative.
-        num_replaced: Records whose original negatives were replaced.
-        by_level: Counts and scores of each level (see `report_levels`); None without levels.
-    """
+    """The result of mining; `removed` counts the candidates of each rule, `by_level` is `report_levels`'s."""
 
     output: Path
     num_queries: int
@@ -375,7 +342,7 @@ def _manifest_fields(
         "query_prompt_name": teachers.query_prompt_name,
         "document_prompt_name": teachers.document_prompt_name,
         "rules": asdict(rules),
-        "search": {**search.fields, "seed": rules.seed},
+        "search": {**asdict(replace(search, gpu_memory_gib=None)), "seed": rules.seed},
         "levels": None if levels is None else levels.fields,
         "shard_size": shard_size,
         "faiss": faiss_version(),

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,6 @@ class NegativeRules:
         if self.num_negatives is not None and self.last_rank - self.first_rank + 1 < self.count:
             rule = f"must leave at least {self.count} ranks from first_rank {self.first_rank}"
             raise OptionError("last_rank", self.last_rank, rule, "raise it, or lower num_negatives")
-        if self.choice not in get_args(Choice):
-            raise OptionError("choice", self.choice, "must be top or random", "top takes the hardest candidates")
 
     @property
     def count(self) -> int:
@@ -354,12 +352,8 @@ class LevelRules:
     judged_in: str = "judgments"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(LevelKind):
-            raise OptionError("levels", self.kind, "must be quantiles or grades", "quantiles needs no judgments")
         if self.kind == "grades" and self.judged is None:
             raise OptionError("levels", self.kind, "needs judgments", "name their qrels file with --judgments")
-        if self.kind == "quantiles" and self.judged is not None:
-            raise OptionError("judgments", self.judged_in, "have no effect on quantiles", "use --levels grades")
 
     @property
     def fields(self) -> dict[str, str]:

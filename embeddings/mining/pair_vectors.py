@@ -189,9 +189,7 @@ def encode_pairs(
         task: Shards that this process computes; None for all.
     """
     require_shard_size(shard_size)
-    for name, value in (("corpus", corpus), ("negatives", negatives or None)):
-        if index is not None and value is not None:
-            raise OptionError(name, str(value), "cannot be set with an existing index", "set only one of them")
+    assert index is None or (corpus is None and not negatives)
     encoder.embedder.require_directions("model", encoder.origin, "mining")
     precision = str(encoder.dtype).removeprefix("torch.")
     model = {"model_sha256": embedder_sha256(encoder), "precision": precision, "embedding_dim": encoder.embedding_dim}

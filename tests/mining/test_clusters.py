@@ -129,7 +129,7 @@ def test_topics_become_clusters(kind, source, tmp_path):
     ("name", "call"),
     [
         *(("_save", 1), ("kmeans_run", 2), ("nearest_centroids", 3), ("neighbour_lists", 1)),
-        *(("num_duplicates", 1), ("write_cluster_files", 1), ("_remove_work", 1)),
+        *(("num_duplicates", 1), ("write_cluster_files", 1)),
     ],
 )
 def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, source, tmp_path):
@@ -143,8 +143,7 @@ def test_a_process_killed_anywhere_is_resumed_with_the_same_bytes(name, call, so
         go(tmp_path / "killed")
 
     assert in_a_child(killed) == -signal.SIGKILL
-    if name != "_remove_work":
-        refused(InputError, "'complete' is False", clusters.ClusterFolder, tmp_path / "killed")
+    refused(InputError, "'complete' is False", clusters.ClusterFolder, tmp_path / "killed")
     go(tmp_path / "killed")
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
@@ -154,33 +153,6 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
     found = [cluster_pairs(features, source, tmp_path / "parts", SETTINGS, ArrayTask(index, 3)) for index in (2, 0, 1)]
     assert [folder is None for folder in found] == [True, True, False]
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("stage", ["_run_stages", "load_shard", "_best_run"])
-@pytest.mark.parametrize("after", [False, True])
-def test_a_task_succeeds_if_others_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
-    made = made_vectors(tmp_path / "vectors", source)
-    cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "whole", SETTINGS)
-    real, entered, trained = getattr(clusters, stage), [], []
-
-    def overtaken(*args, **options):
-        if entered:
-            return real(*args, **options)
-        entered.append(stage)
-        found = real(*args) if after else None
-        assert cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "out", SETTINGS) is not None
-        assert not (tmp_path / "out" / "work").exists()
-        trained.clear()
-        return found if after else real(*args)
-
-    run = clusters.kmeans_run
-    monkeypatch.setattr(clusters, stage, overtaken)
-    monkeypatch.setattr(clusters, "kmeans_run", lambda *args: (trained.append(1), run(*args))[1])
-    folder = cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "out", SETTINGS, ArrayTask(8, 9))
-    assert entered == [stage]
-    assert folder.num_clusters == 5
-    assert trained == []
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_other_options_or_another_source_are_refused_by_name(features, source, tmp_path):
@@ -211,7 +183,6 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
         ({"cluster_size": 0}, "cluster_size must be >= 1, got 0"),
         ({"shard_size": -1}, "shard_size must be >= 1"),
         ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
-        ({"memory_gib": float("nan")}, "memory_gib must be a finite number > 0"),
         ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
         ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows needs 0.1 GiB"),
     ],

@@ -253,15 +253,6 @@ def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
         find_contaminated(pairs_source, tmp_path / "work", Decontaminator(evaluation, 0.6), shard_size=shard_size)
 
 
-def test_the_hash_depends_on_texts_and_roles():
-    hashes = [
-        EvaluationTexts(*texts).sha256()
-        for texts in ((["a", "b"], []), (["a"], ["b"]), (["ab"], []), (["b", "a"], []), (["a\n1", "b"], []))
-    ]
-    assert len(set(hashes)) == 5
-    assert EvaluationTexts(("a", "b"), ()).sha256() == hashes[0]
-
-
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.1, float("nan")])
 def test_invalid_thresholds_are_refused(threshold):
     refused(OptionError, "bm25_threshold must be > 0 and <= 1", Decontaminator, EvaluationTexts(["a"], []), threshold)

@@ -14,7 +14,7 @@ from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import VectorFolder, stored_rows
 from embeddings.mining import ivf
-from embeddings.mining.ivf import INDEX_FILE, MANIFEST_FILE, build_index, build_ivf, recall_of, sample_rows
+from embeddings.mining.ivf import INDEX_FILE, build_index, build_ivf, recall_of, sample_rows
 from embeddings.mining.ivf import VectorIndex as Index
 from embeddings.mining.search import ExactSearch
 from tests.helpers.disks import fake_disk
@@ -87,17 +87,6 @@ def test_scores_are_in_order_and_missing_rows_come_last(folder, vectors):
             assert (-score, row) < (-after, later)
 
 
-def test_a_saved_index_is_opened_unchanged(folder, vectors):
-    made = build_index(folder, num_lists=8, num_probes=3, seed=5)
-    again = Index.open(folder)
-    assert (again.num_lists, again.num_probes) == (8, 3)
-    for one, other in zip(made.search(vectors[:9], 5), again.search(vectors[:9], 5), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert sorted(path.name for path in folder.path.iterdir() if "ivf" in path.name) == [INDEX_FILE, MANIFEST_FILE]
-    other = build_index(folder, num_lists=8, num_probes=3, seed=6)
-    assert (other.search(vectors[:9], 600).index_QK != made.search(vectors[:9], 600).index_QK).any()
-
-
 def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     refused(InputError, r"ivf\.faiss: there is no index of these vectors; make it with the", Index.open, folder)
     build_index(folder)
@@ -110,19 +99,6 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     manifest = json.loads((folder.path / "manifest.json").read_text())
     (folder.path / "manifest.json").write_text(json.dumps({**manifest, "corpus_sha256": "other"}))
     refused(InputError, "field 'vectors_xxh3_128' differs", Index.open, folder)
-
-
-def test_a_flipped_bit_in_the_file_is_detected_on_opening(folder):
-    build_index(folder, num_lists=8, num_probes=8)
-    path, rng = folder.path / INDEX_FILE, np.random.default_rng(0)
-    before = path.read_bytes()
-    for _ in range(20):
-        damaged, place = bytearray(before), int(rng.integers(len(before)))
-        damaged[place] ^= 1 << int(rng.integers(8))
-        path.write_bytes(bytes(damaged))
-        refused(InputError, "is damaged", Index.open, folder)
-    path.write_bytes(before)
-    Index.open(folder)
 
 
 # The last bytes are written when the file is closed, and faiss does not report the reason of a failure.

@@ -4,23 +4,14 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.jobs import save_array
-from embeddings.data.records import Record
-from embeddings.mining import mined_shards
 from embeddings.mining.mined_shards import (
-    MinedShard,
     ShardMiner,
     read_shard,
-    report_levels,
-    shard_counts,
-    with_mined,
-    write_shard,
 )
-from embeddings.mining.negatives import NegativeRules, Negatives
+from embeddings.mining.negatives import NegativeRules
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.search import ExactSearch
-from tests.helpers.manifests import rewrite_manifest
 from tests.helpers.refusals import refused
 from tests.mining.pair_sources import source
 from tests.mining.teachers import Teacher, know_teachers, unit
@@ -96,79 +87,6 @@ def test_a_query_among_its_own_positives_still_gets_all_ranks(world):
     assert (mined.negatives.row_QN >= 0).all()
     assert mined.negatives.removed["own_positive"] > 6
     assert mined.num_candidates < 6 * index.num_documents
-
-
-def test_known_positives_beyond_the_limit_only_reduce_the_ranks(world, monkeypatch):
-    monkeypatch.setattr(mined_shards, "MAX_OWN_TEXTS", 0)
-    _, miner = world
-    mined = miner(NegativeRules(num_negatives=12, margin=None, last_rank=12), Teacher(spread=0.1)).mine(2)
-    assert mined.num_candidates == 6 * 13
-    assert (mined.negatives.row_QN < 0).any()
-
-
-def test_an_invalid_query_vector_is_named(world):
-    made = world[1](NegativeRules(3), Teacher())
-    shards = made.vectors[0].query_shards
-    vectors = np.array(shards.load(1))
-    vectors[2] = np.nan
-    save_array(shards.path(1), vectors)
-    rewrite_manifest(shards.path(1).with_name("manifest.json"))
-    refused(InputError, r"vectors-00001\.npy:2: the vector is not finite", made.mine, 1)
-
-
-FEW = [{"query": f"q{row}", "positive": f"d{row}", "negatives": ["x"] if row == 1 else []} for row in range(6)]
-LEVELS = np.array([1, 2, 3, 4], np.int8)
-
-
-def shard(index, path, first, rows, scores, levels=LEVELS):
-    """The file of a shard with these negatives, one column per level."""
-    row_QN, score_QN = np.array(rows), np.array(scores, np.float32)
-    mined = MinedShard(
-        range(first, first + len(rows)),
-        Negatives(row_QN, score_QN, {"margin": 2}, 7, levels),
-        np.linspace(0.5, 1, len(rows), dtype=np.float32),
-        9,
-    )
-    write_shard(mined, index, NegativeRules(4), path)
-    return read_shard(path)
-
-
-@pytest.fixture
-def index(tmp_path):
-    return index_pairs(source(tmp_path, FEW), tmp_path / "index")
-
-
-def test_levels_are_stored_with_the_texts_and_summed_over_shards(index, tmp_path):
-    none = -np.inf
-    first = shard(
-        index, tmp_path / "0", 0, [[1, 2, -1, 3], [0, -1, -1, 5]], [[0.75, 0.5, none, 0.25], [0.5, none, none, -0.25]]
-    )
-    second = shard(index, tmp_path / "1", 2, [[-1, -1, -1, 4]], [[none, none, none, -0.5]])
-    assert first["negatives"].to_pylist() == [
-        [{"text": "d1", "level": 1}, {"text": "d2", "level": 2}, {"text": "d3", "level": 4}],
-        [{"text": "d0", "level": 1}, {"text": "d5", "level": 4}],
-    ]
-    assert first["negative_scores"].to_pylist() == [[0.75, 0.5, 0.25], [0.5, -0.25]]
-    counts, levels = zip(*map(shard_counts, (first, second)), strict=True)
-    assert [part["num_short"] for part in counts] == [2, 1]
-    assert [part["num_replaced"] for part in counts] == [1, 0]
-    names = ("num_negatives", "num_lacking", "lowest_score", "mean_score", "highest_score")
-    report = report_levels(levels)
-    assert {level: tuple(facts[name] for name in names) for level, facts in report.items()} == {
-        "1": (2, 1, 0.5, 0.625, 0.75),
-        "2": (1, 2, 0.5, 0.5, 0.5),
-        "3": (0, 3, None, None, None),
-        "4": (3, 0, -0.5, -0.5 / 3, 0.25),
-    }
-    table = with_mined([Record("q0", ("d0",)), Record("q1", ("d1",))], first, graded=True)
-    assert table["query"].to_pylist() == ["q0", "q1"]
-    assert table["negatives"].to_pylist() == first["negatives"].to_pylist()
-
-
-def test_without_levels_negatives_are_texts_and_the_report_has_none(index, tmp_path):
-    plain = shard(index, tmp_path / "0", 0, [[1, 2, -1]], [[0.5, 0.25, -np.inf]], levels=None)
-    assert plain["negatives"].to_pylist() == [["d1", "d2"]]
-    assert report_levels([shard_counts(plain)[1]]) is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no parquet"])

@@ -246,51 +246,6 @@ def test_the_levels_equal_a_loop(kind, options, num_teachers):
     assert max(lengths) >= 4
 
 
-MIXED = [-0.9, 0.5, -0.1, 0.2, 0.4, -0.5, 0.1, 0.3]
-NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
-
-
-@pytest.mark.parametrize(
-    ("scores", "options", "expected"),
-    [
-        (MIXED, {}, [[1], [7], [6], [5]]),
-        (MIXED, {"num_negatives": 8}, [[1, 4], [7, 3], [6, 2], [5, 0]]),
-        # Among equal scores the lower document is harder.
-        ([0.0] * 8, {"num_negatives": 8}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        # The quarters are taken after the margin.
-        (NEAR, {}, [[0], [2], [4], [6]]),
-        (NEAR, {"margin": 0.95}, [[4], [5], [6], [7]]),
-        # The remainder goes to the easier quarters; with fewer than four the hardest are empty.
-        ([], {"num_negatives": 8}, [[], [], [], []]),
-        (NEAR[:1], {"num_negatives": 8}, [[], [], [], [0]]),
-        (NEAR[:3], {"num_negatives": 8}, [[], [0], [1], [2]]),
-        (NEAR[:6], {"num_negatives": 8}, [[0], [1], [2, 3], [4, 5]]),
-        (NEAR[:7], {"num_negatives": 8}, [[0], [1, 2], [3, 4], [5, 6]]),
-    ],
-)
-def test_quarters_go_from_near_to_far(scores, options, expected):
-    """The candidates of one query are documents 0, 1, … with these scores, and others above the margin."""
-    rules = NegativeRules(**{"num_negatives": 4, "margin": 1.0, **options})
-    found = choose_levels(*one_query([*scores, 5.0, 6.0], 1.0), rules, "quantiles")
-    by_level = [found.row_QN[0][found.level_N == level].tolist() for level in (1, 2, 3, 4)]
-    assert [[row for row in rows if row >= 0] for rows in by_level] == expected
-
-
-def test_a_draw_within_levels_depends_only_on_seed_query_and_document():
-    scores = np.linspace(1, 0, 40)
-    taken = []
-    for number in range(50):
-        candidates, facts = one_query(scores, 2.0)
-        facts = facts._replace(number_Q=np.array([number]))
-        rules = NegativeRules(4, None, choice="random")
-        found = choose_levels(candidates, facts, rules, "quantiles").row_QN[0]
-        mixed = ScoredCandidates(*(np.ascontiguousarray(part[..., ::-1]) for part in candidates[:3]))
-        np.testing.assert_array_equal(choose_levels(mixed, facts, rules, "quantiles").row_QN[0], found)
-        assert (found // 10).tolist() == [0, 1, 2, 3]
-        taken.append(found)
-    assert (np.ptp(taken, axis=0) >= 6).all()
-
-
 def test_documents_are_drawn_by_row_alone_and_evenly():
     rules = NegativeRules(4, first_rank=11, last_rank=60, seed=3)
     drawn = draw_documents(np.arange(400), 20, rules)
@@ -309,7 +264,6 @@ ROWS = [
     {"query": "q0", "positive": "b"},
     {"query": "q3", "positive": "d"},
 ]
-FEW = TextQrels.of([("q", "a", 1), ("q", "b", 0)], "qrels")
 JUDGED = [
     *(("q0", text, grade) for text, grade in (("a", 3), ("b", 2), ("c", 3), ("d", 1), ("e", 0), ("f", 2))),
     *(("q1", text, grade) for text, grade in (("b", 3), ("d", 2), ("e", 1), ("f", -1), ("not there", 1), ("c", 4))),
@@ -389,22 +343,12 @@ def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     ("kind", "options", "says"),
     [
         (NegativeRules, {"num_negatives": 0}, "num_negatives must be >= 1"),
-        (NegativeRules, {"margin": 0.0}, "margin must be > 0 and <= 1"),
-        (NegativeRules, {"margin": 1.5}, "margin must be > 0 and <= 1"),
         (NegativeRules, {"margin": float("nan")}, "margin must be > 0 and <= 1"),
         (NegativeRules, {"absolute_margin": -0.1}, "absolute_margin must be finite"),
         (NegativeRules, {"first_rank": 0}, "first_rank must be >= 1"),
-        (NegativeRules, {"choice": "best"}, "choice must be top or random"),
         (NegativeRules, {"num_negatives": 7, "first_rank": 10, "last_rank": 12}, "last_rank must leave at least 7"),
         (LevelRules, {"kind": "grades"}, "levels needs judgments"),
-        (LevelRules, {"kind": "steps"}, "levels must be quantiles or grades"),
-        (LevelRules, {"kind": "quantiles", "judged": FEW}, "judgments have no effect on quantiles"),
     ],
 )
 def test_impossible_rules_are_refused(kind, options, says):
     refused(OptionError, says, kind, **options)
-
-
-def test_the_manifest_identifies_the_judgments():
-    assert LevelRules("quantiles").fields == {"kind": "quantiles"}
-    assert LevelRules("grades", FEW).fields == {"kind": "grades", "judgments_sha256": FEW.sha256()}

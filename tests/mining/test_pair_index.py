@@ -1,7 +1,5 @@
 """Distinct documents are numbered by first appearance, and every positive has its document."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -154,10 +152,3 @@ def test_an_invalid_corpus_leaves_no_files(content, tmp_path):
 def test_a_source_without_pairs_is_refused(tmp_path):
     texts = source(tmp_path, labelled(2, 2), conversion="class_by_example")
     refused(InputError, "labelled texts, not pairs", index_pairs, texts, tmp_path / "index")
-
-
-def test_scored_pairs_have_an_index_too(tmp_path):
-    rows = [{"sentence1": "a", "sentence2": "b", "score": 5.0}]
-    index = index_pairs(source(tmp_path, rows, conversion="sts"), tmp_path / "index")
-    assert index.document_texts(range(2)) == ["b", "a"]
-    assert json.loads((tmp_path / "index" / "manifest.json").read_text())["num_queries"] == 2

@@ -90,8 +90,6 @@ def test_a_second_model_shares_the_index(encoder, tmp_path):
     second = encode_pairs(Encoder(tiny_embedder(), precision="float32"), pairs, tmp_path / "two", index=first.index)
     assert second.index is first.index
     assert not (tmp_path / "two" / "index").exists()
-    with pytest.raises(OptionError, match="corpus cannot be set with an existing index"):
-        encode_pairs(encoder, pairs, tmp_path / "one", index=first.index, corpus="more.jsonl")
 
 
 def test_prompts_are_chosen_by_name_and_a_wrong_one_writes_nothing(encoder, tmp_path):
@@ -131,16 +129,6 @@ def test_a_missing_instruction_or_one_for_documents_is_refused(encoder, tmp_path
     with pytest.raises(OptionError, match=r"may contain \{instruction\} only for the queries"):
         encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name={"text": "{instruction}: "})
     assert not (tmp_path / "out").exists()
-
-
-def test_a_text_with_a_zero_vector_is_named(encoder, tmp_path, monkeypatch):
-    def zeros_at_three(self, texts, *args, **options):
-        vectors = np.ones((len(texts), 32), np.float32)
-        vectors[3:4] = 0
-        return vectors
-
-    monkeypatch.setattr(Encoder, "encode", zeros_at_three)
-    refused(InputError, r"queries of \w+:3: .* zero", encode_pairs, encoder, source(tmp_path, ROWS), tmp_path / "out")
 
 
 def test_unfinished_vectors_are_not_opened(encoder, tmp_path):
@@ -188,13 +176,6 @@ def test_tasks_and_a_kill_change_no_byte_with_reused_vectors(folders, encoder, t
     # Complete vectors do not need the folders any more.
     encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
-
-
-def test_a_folder_of_another_model_leaves_no_files(folders, tmp_path):
-    other = Encoder(tiny_embedder(), precision="float32")
-    with pytest.raises(InputError, match=r"q/manifest.json: field 'model_sha256' differs"):
-        encode_pairs(other, source(tmp_path, ROWS), tmp_path / "out", encoded=folders)
-    assert not (tmp_path / "out").exists()
 
 
 CORPUS = [*TEXTS[:9], TEXTS[2], " "]
@@ -262,9 +243,3 @@ def test_contextual_or_unfinished_vectors_are_refused(encoded, tmp_path):
     manifest = encoded("contextual", contextual) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
     refused(InputError, "field 'complete' is False", opened, manifest.parent, contextual)
-
-
-@pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
-def test_vectors_in_another_format_than_float32_are_refused(vector_format, encoder, encoded):
-    says = f"has {vector_format} vectors, but a job needs float32; encode .* with --vector-format float32"
-    refused(InputError, says, opened, encoded(vector_format, vector_format=vector_format), encoder)
