@@ -135,8 +135,6 @@ class QuantizationOptions:
 
     def __post_init__(self) -> None:
         check_solver(self.damping, self.block_size)
-        if self.group_size is not None and self.quantize is None:
-            raise OptionError("group_size", self.group_size, "has no effect without --quantize", "try --quantize int8")
         if self.group_size is not None and self.group_size < 1:
             raise OptionError("group_size", self.group_size, "must be >= 1", "128 is usual; leave it out for none")
 
@@ -206,9 +204,6 @@ class Compression:
         self.pruning, self.quantization = pruning, quantization
         self._device = device_of(device)
         needs_texts = quantization.quantize is not None or pruning.needs_inputs
-        if not needs_texts and calibration.calibration is not None:
-            rule = "has no effect on pruning by magnitude, which uses the weights only"
-            raise OptionError("calibration", calibration.calibration, rule, "leave it out")
         layered = LayerwiseModel(self.source, self._device)
         self._num_layers = len(layered.layers)
         if pruning.layers is not None and not 1 <= pruning.layers < self._num_layers:

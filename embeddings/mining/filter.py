@@ -131,7 +131,7 @@ def rank_pairs(
         Differs: segments are random within a source, or within each group of it; ties, several positives, positives of
             the same query elsewhere.
     """
-    require_segment_size(segment_size)
+    assert segment_size >= 2
     num_rows = vectors.index.num_queries
     is_considered_N = np.ones(num_rows, dtype=np.bool_) if is_considered_N is None else is_considered_N
     row_N = np.flatnonzero(is_considered_N).astype(np.uint32)
@@ -155,11 +155,6 @@ def rank_pairs(
     job.finish(lambda: _join(job, segments, num_rows))
     ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
     return ranks
-
-
-def require_segment_size(segment_size: int) -> None:
-    if segment_size < 2:
-        raise OptionError("segment_size", segment_size, "must be >= 2", "the paper uses 1000000")
 
 
 def segment_ranks(
@@ -253,7 +248,8 @@ class FilterRules:
                 raise OptionError("remove_copies", False, "excludes near_duplicates", "a copy is a near-copy too")
         if self.top_k is not None and self.top_k < 1:
             raise OptionError("top_k", self.top_k, "must be >= 1", "the paper uses 2")
-        require_segment_size(self.segment_size)
+        if self.segment_size < 2:
+            raise OptionError("segment_size", self.segment_size, "must be >= 2", "the paper uses 1000000")
 
 
 class FilterReport(NamedTuple):

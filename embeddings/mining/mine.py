@@ -39,9 +39,9 @@ from embeddings.mining.ivf import build_ivf
 from embeddings.mining.mined_shards import (
     ByLevel,
     ShardMiner,
+    add_levels,
     output_schema,
     read_shard,
-    report_levels,
     shard_counts,
     with_mined,
     write_shard,
@@ -212,7 +212,7 @@ class SearchOptions:
 
 
 class MiningReport(NamedTuple):
-    """The result of mining; `removed` counts the candidates of each rule, `by_level` is `report_levels`'s."""
+    """The result of mining; `removed` counts the candidates of each rule, `by_level` is filled by `add_levels`."""
 
     output: Path
     num_queries: int
@@ -360,14 +360,14 @@ def _merge(
 ) -> MiningReport:
     index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
-    levels = []
+    levels: ByLevel = {}
     with atomic_path(output) as temporary:
         with table_writer(temporary, output_schema(graded, scoring is not None), is_json_lines(output)) as write:
             for shard in range(job.num_shards):
                 mined = read_shard(job.path(shard))
-                shard_count, shard_levels = shard_counts(mined)
-                counts.update(shard_count)
-                levels.append(shard_levels)
+                counts.update(shard_counts(mined))
+                if graded:
+                    add_levels(levels, mined)
                 originals = list(islice(records, len(mined)))
                 scores = None if scoring is None else read_scores(scoring.path(shard), originals, mined)
                 write(with_mined(originals, mined, graded, scores))
@@ -377,7 +377,7 @@ def _merge(
             "num_documents": index.num_documents,
             **{name: count for name, count in counts.items() if name not in removed},
             "removed": {name.removeprefix("removed "): count for name, count in removed.items()},
-            "by_level": report_levels(levels),
+            "by_level": levels or None,
         }
         budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
         checks = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}

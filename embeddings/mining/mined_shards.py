@@ -1,7 +1,7 @@
 """The mining of one shard of queries: candidates, teachers' scores, negatives, and the shard's file."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
-from embeddings.data.records import Record, record_schema, record_table
+from embeddings.data.records import NUM_LEVELS, Record, record_schema, record_table
 from embeddings.mining.negatives import (
     DocumentQrels,
     LevelKind,
@@ -179,8 +180,8 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         "num_empty": int(np.count_nonzero(count_Q == 0)),
         "num_replaced": sum(map(bool, index.source.table.levels(mined.queries))),
     }
-    metadata = {"counts": json.dumps(counts), "levels": json.dumps(_shard_levels(negatives))}
-    pq.write_table(pa.table(columns, schema=schema).replace_schema_metadata(metadata), path)
+    table = pa.table(columns, schema=schema).replace_schema_metadata({"counts": json.dumps(counts)})
+    pq.write_table(table, path)
 
 
 def read_shard(path: Path) -> pa.Table:
@@ -191,10 +192,10 @@ def read_shard(path: Path) -> pa.Table:
         raise InputError(str(path), "the shard is missing or damaged", "delete its folder and run again") from None
 
 
-def shard_counts(mined: pa.Table) -> tuple[dict[str, int], dict[str, dict[str, float]] | None]:
-    """A shard's share of the report: its counts, and the statistics of each level, or None without levels."""
-    metadata = mined.schema.metadata
-    return json.loads(metadata[b"counts"]), json.loads(metadata[b"levels"])
+def shard_counts(mined: pa.Table) -> dict[str, int]:
+    """A shard's share of the report."""
+    counts: dict[str, int] = json.loads(mined.schema.metadata[b"counts"])
+    return counts
 
 
 def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
@@ -205,42 +206,19 @@ def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores:
     return table if scores is None else table.append_column("scores", scores)
 
 
-def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) -> ByLevel | None:
-    """The statistics of each level over all shards, for the report; None without levels.
-
-    `num_lacking` counts the records without the level; scores are None if no record has it.
-    """
-    by_shard = [shard for shard in shards if shard is not None]
-    if not by_shard:
-        return None
-    report: ByLevel = {}
-    for level in by_shard[0]:
-        statistics = [shard[level] for shard in by_shard]
-        present = [shard for shard in statistics if shard["num_negatives"]]
-        count = sum(shard["num_negatives"] for shard in statistics)
-        report[level] = {
-            "num_negatives": count,
-            "num_lacking": sum(shard["num_lacking"] for shard in statistics),
-            "lowest_score": min((shard["lowest_score"] for shard in present), default=None),
-            "mean_score": sum(shard["sum"] for shard in statistics) / count if count else None,
-            "highest_score": max((shard["highest_score"] for shard in present), default=None),
-        }
-    return report
-
-
-def _shard_levels(negatives: Negatives) -> dict[str, dict[str, float]] | None:
-    if negatives.level_N is None:
-        return None
-    statistics = {}
-    for level in np.unique(negatives.level_N).tolist():
-        is_level_N = negatives.level_N == level
-        has_QN = negatives.row_QN[:, is_level_N] >= 0
-        score_n = negatives.score_QN[:, is_level_N][has_QN].astype(np.float64)
-        statistics[str(level)] = {
-            "num_negatives": int(np.count_nonzero(has_QN)),
-            "num_lacking": int(np.count_nonzero(~has_QN.any(axis=1))),
-            "lowest_score": float(score_n.min()) if len(score_n) else 0.0,
-            "highest_score": float(score_n.max()) if len(score_n) else 0.0,
-            "sum": float(score_n.sum()),
-        }
-    return statistics
+def add_levels(report: ByLevel, mined: pa.Table) -> None:
+    """Add a shard to the statistics of each level: its negatives, records without any, and the range of scores."""
+    negatives = mined["negatives"].combine_chunks()
+    level_n = pc.list_flatten(negatives).field("level").to_numpy()
+    row_n = pc.list_parent_indices(negatives).to_numpy()
+    score_n = pc.list_flatten(mined["negative_scores"]).to_numpy().astype(np.float64)
+    for level in range(1, NUM_LEVELS + 1):
+        part = report.setdefault(str(level), {"num_negatives": 0, "num_lacking": 0})
+        own_n = score_n[level_n == level]
+        part["num_lacking"] += len(mined) - len(np.unique(row_n[level_n == level]))
+        if len(own_n):
+            total = part.get("mean_score", 0.0) * part["num_negatives"] + float(own_n.sum())
+            part["num_negatives"] += len(own_n)
+            part["mean_score"] = total / part["num_negatives"]
+            part["lowest_score"] = min(part.get("lowest_score", np.inf), float(own_n.min()))
+            part["highest_score"] = max(part.get("highest_score", -np.inf), float(own_n.max()))

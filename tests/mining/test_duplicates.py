@@ -113,12 +113,6 @@ def test_copies_are_those_of_a_loop(threshold, tmp_path):
     assert (found == KEPT).sum() >= 12
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_few_records_are_handled(count, tmp_path):
-    found = find_duplicates(source(tmp_path, pairs(1) * count), tmp_path / "work", near_duplicates=0.8)
-    assert found.tolist() == [KEPT, COPY][:count]
-
-
 @pytest.mark.parametrize("shard_size", [1, 7, 1000])
 def test_shards_and_tasks_change_nothing(shard_size, tmp_path, monkeypatch):
     rows = varied_rows(1)

@@ -9,7 +9,7 @@ from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.mining import pair_index
 from embeddings.mining.pair_index import distinct, find, index_pairs
-from tests.data.rows import labelled, write_jsonl
+from tests.data.rows import write_jsonl
 from tests.helpers.refusals import refused
 
 ROWS = [
@@ -147,8 +147,3 @@ def test_an_invalid_corpus_leaves_no_files(content, tmp_path):
     with pytest.raises(InputError, match=r"corpus\.jsonl:1"):
         index_pairs(source(tmp_path), tmp_path / "index", tmp_path / "corpus.jsonl")
     assert not (tmp_path / "index").exists()
-
-
-def test_a_source_without_pairs_is_refused(tmp_path):
-    texts = source(tmp_path, labelled(2, 2), conversion="class_by_example")
-    refused(InputError, "labelled texts, not pairs", index_pairs, texts, tmp_path / "index")

@@ -8,7 +8,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.jobs import ArrayTask, save_array
-from embeddings.inference import Encoder, choose_context, encode_corpus
+from embeddings.inference import Encoder, encode_corpus
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts, encode_pairs, open_pair_vectors
@@ -18,7 +18,6 @@ from tests.helpers.refusals import refused
 from tests.inference.models import encode_nothing_more, some_texts, tiny_embedder
 from tests.mining.pair_sources import content, source
 from tests.mining.teachers import unit
-from tests.models.contextual_models import tiny_contextual
 
 TEXTS = some_texts(12)
 ROWS = [{"query": TEXTS[row], "positive": [TEXTS[6 + row // 2], TEXTS[6 + row]]} for row in range(6)]
@@ -84,14 +83,6 @@ def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(e
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-def test_a_second_model_shares_the_index(encoder, tmp_path):
-    pairs = source(tmp_path, ROWS)
-    first = encode_pairs(encoder, pairs, tmp_path / "one")
-    second = encode_pairs(Encoder(tiny_embedder(), precision="float32"), pairs, tmp_path / "two", index=first.index)
-    assert second.index is first.index
-    assert not (tmp_path / "two" / "index").exists()
-
-
 def test_prompts_are_chosen_by_name_and_a_wrong_one_writes_nothing(encoder, tmp_path):
     pairs = source(tmp_path, ROWS)
     with pytest.raises(OptionError, match="prompt_name must name a prompt"):
@@ -129,13 +120,6 @@ def test_a_missing_instruction_or_one_for_documents_is_refused(encoder, tmp_path
     with pytest.raises(OptionError, match=r"may contain \{instruction\} only for the queries"):
         encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name={"text": "{instruction}: "})
     assert not (tmp_path / "out").exists()
-
-
-def test_unfinished_vectors_are_not_opened(encoder, tmp_path):
-    vectors = encode_pairs(encoder, source(tmp_path, ROWS), tmp_path / "out")
-    manifest = tmp_path / "out" / "documents" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
-    refused(InputError, "'complete' is False", open_pair_vectors, tmp_path / "out", vectors.index)
 
 
 @pytest.fixture
@@ -233,13 +217,3 @@ def test_no_prompt_name_means_the_prompt_named_like_the_role(encoder, encoded):
             opened(folder, encoder, "query", prompt)
     folder = encoded("by other", role="query", prompt_name="other")
     refused(InputError, "field 'prompt_name' is 'other', expected None", opened, folder, encoder, "query")
-
-
-def test_contextual_or_unfinished_vectors_are_refused(encoded, tmp_path):
-    contextual = Encoder(tiny_contextual(), precision="float32")
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
-    folder = encoded("in context", contextual, context=choose_context(contextual, corpus, 2))
-    refused(InputError, "field 'context' is", opened, folder, contextual)
-    manifest = encoded("contextual", contextual) / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
-    refused(InputError, "field 'complete' is False", opened, manifest.parent, contextual)
