@@ -166,8 +166,6 @@ JUDGED = ["--judgments", "judged/qrels/train.tsv"]
 BAD = [
     (JUDGED, "judgments has no effect without --levels grades"),
     ([*JUDGED, "--levels", "grades", "--corpus", "pairs.jsonl"], "corpus is always judged/corpus.jsonl with these"),
-    (["--gpu-memory-gib", "8"], "gpu_memory_gib is for the exact search on a GPU"),
-    (["--gpu", "--gpu-memory-gib=-1"], "gpu_memory_gib must be a finite number > 0"),
     (["--document-vectors", "[d, d]"], "document_vectors must have one folder for each model (1)"),
     (["--output", "mined.csv"], "output must end in .parquet or .jsonl, got 'mined.csv'"),
 ]
