@@ -50,6 +50,8 @@ NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
 # Its message about a `monitor` that is not a logged metric; it lists the metrics.
 NO_METRIC = "Early stopping conditioned on metric"
 MAX_SEED = 2**32 - 1
+# jsonargparse can print the help of a source's settings only together with the data module.
+SOURCES_HELP = "--data.sources.help"
 # The options that list sources.
 _SOURCES = re.compile(r"--data(\.init_args)?\.(validation_)?sources\+?")
 # Classes in the help's lists of subclasses that only other classes extend.
@@ -242,6 +244,8 @@ def check_arguments(argv: Sequence[str]) -> None:
 @restricted_imports()
 def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """Run `fit` with these arguments; `--recipe NAME` is replaced by the configs that `recipes.csv` lists."""
+    if SOURCES_HELP in argv and "--data.help" not in argv:
+        argv = ["fit", "--data.help", "EmbeddingDataModule", SOURCES_HELP]
     expanded = expand_recipe(argv)
     if expanded != list(argv) and not kind.only_checks:
         print(f"{program()} {shlex.join(expanded)}", file=sys.stderr)

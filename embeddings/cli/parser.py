@@ -43,7 +43,7 @@ Config = tuple[str, dict[str, Any]]
 def located(path: str) -> str:
     """The path of a config: as written, or else inside the library, so that `lightning_configs/…` works anywhere."""
     in_library = CONFIGS.parent / path
-    is_library_name = path.startswith(f"{FOLDER}/") and not _is_file(path)
+    is_library_name = Path(path).parts[:1] == (FOLDER,) and not _is_file(path)
     return str(in_library) if is_library_name and in_library.is_file() else path
 
 
@@ -302,16 +302,19 @@ class OneLineParser(ArgumentParser):
     def normalised(self, argv: Sequence[str]) -> list[str]:
         """The words with options as they are spelled here; words after `--` stay unchanged.
 
-        `--top_k=3` becomes `--top-k=3`, and `--force=false` becomes `--no-force`.
+        `--top_k=3` becomes `--top-k=3`, and `--force=false` or `--force false` becomes `--no-force`.
         """
         spelled = {name.replace("_", "-"): name for name in self._option_string_actions}
+        flags = {name for name, action in self._option_string_actions.items() if isinstance(action, ActionYesNo)}
         end = list(argv).index("--") if "--" in argv else len(argv)
         words: list[str] = []
         for word in argv[:end]:
+            if word in ("true", "false") and words and words[-1] in flags:
+                word = f"{words.pop()}={word}"
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 name = spelled.get(name.replace("_", "-"), name)
-            if value in ("true", "false") and isinstance(self._option_string_actions.get(name), ActionYesNo):
+            if value in ("true", "false") and name in flags:
                 words.append(name if value == "true" else f"--no-{name[2:]}")
             else:
                 words.append(f"{name}{equals}{value}")

@@ -151,6 +151,7 @@ def search(
     top_k: int = 5,
     index: Literal["exact", "ivf"] = "exact",
     rescore_multiplier: int | None = None,
+    interactive: bool = False,
     precision: Precision = "auto",
     dimensions: int | None = None,
     *,
@@ -159,15 +160,18 @@ def search(
     """Print the documents nearest to a query, or to each line of standard input if no query is given.
 
     Args:
-        query: The query. Without it, queries are read from standard input, one per line, until an empty line.
+        query: The query. Without it, queries are read from the terminal, one per line, until an empty line.
         model: A model directory or Hub id.
         corpus: A corpus file, which each search encodes again, or a folder that `encode` wrote with the same model.
         top_k: Number of documents to print.
         index: `exact` compares with every document, `ivf` only with those that the folder's index finds (see `index`).
         rescore_multiplier: Binary vectors to rescore with the float query vector, per printed document; default 4.
+        interactive: Whether to read queries from standard input even if it is not a terminal.
         precision: Format of matrix products.
         dimensions: Number of leading dimensions to compare; an encoded folder must have the same number.
     """
+    if query is None and not interactive and not sys.stdin.isatty():
+        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
     if query is not None and not query.strip():
         raise OptionError("query", query, "must not be empty", "write what to search for")
     require_top_k(top_k)

@@ -1,6 +1,5 @@
 """`compress` through the command line: its output, and one line and code 2 for user errors."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -74,34 +73,6 @@ def test_a_pruned_model_has_its_zeros_and_is_a_complete_directory(compress, mode
     assert {path.name for path in model.iterdir()} <= {"model.safetensors", *os.listdir("small")}
     assert not Path("small.work").exists()
     assert not np.allclose(vectors("small"), vectors(model), atol=1e-3)
-
-
-def test_pruning_by_magnitude_needs_no_texts_and_accepts_any_sparsity(compress, capsys):
-    options = ["--prune", "magnitude", "--sparsity", "0.25"]
-    assert compress(*options, calibration=None) == 0
-    printed = capsys.readouterr().out
-    assert "25.00%" in printed
-    assert "calibrated" not in printed
-    assert {found.fraction for found in zeros_by_matrix(Path("small"))} == {0.25}
-    assert "| pruning | magnitude, unstructured |" in Path("small/README.md").read_text()
-
-
-def test_texts_come_from_corpora_and_records(compress, capsys, tmp_path):
-    rows = [{"_id": str(row), "title": "a title", "text": text} for row, text in enumerate(some_texts(9))]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_pairs(tmp_path / "pairs.jsonl", 20, num_negatives=1)
-    paths = "[corpus.jsonl, pairs.jsonl]"
-    options = ["--prune", "wanda", "--num-texts", "8", "--calibration-seed", "3"]
-    assert compress(*options, calibration=paths) == 0
-    first = capsys.readouterr().out
-    assert "calibrated on 8 texts" in first
-    assert "seed 3" in first
-    assert compress(*options, calibration=paths, output="again") == 0
-    assert capsys.readouterr().out.splitlines()[0] == first.splitlines()[0]
-    for file in Path("small").glob("*.safetensors"):
-        assert file.read_bytes() == Path("again", file.name).read_bytes()
-    assert compress(*options[:-1], "4", calibration=paths, output="other") == 0
-    assert any(f.read_bytes() != Path("other", f.name).read_bytes() for f in Path("small").glob("*.safetensors"))
 
 
 def test_the_score_before_and_after_is_in_table_and_card(compress, tmp_path, capsys):

@@ -15,7 +15,6 @@ from embeddings.cli.parser import (
     read_config,
     read_configs,
     read_recipes,
-    read_yaml,
 )
 from embeddings.common import InputError, UserError
 from tests.helpers.refusals import refused
@@ -52,13 +51,6 @@ def test_yaml_is_read_with_numbers_in_scientific_notation_and_dates_as_text():
 )
 def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
     assert says in refused(InputError, r"^x\.yaml: ", parse_yaml, text, "x.yaml")
-
-
-@pytest.mark.parametrize(("content", "says"), [(b"a: \xe9\n", "byte 4 is not UTF-8"), (None, "Is a directory")])
-def test_a_file_that_cannot_be_read_is_reported_in_one_line(content, says, tmp_path):
-    path = tmp_path / "a.yaml"
-    path.mkdir() if content is None else path.write_bytes(content)
-    refused(InputError, says, read_yaml, path, "x")
 
 
 def test_a_config_may_be_text_that_is_too_long_for_a_name():
@@ -195,12 +187,6 @@ def test_a_callback_argument_may_not_name_a_function(path, tmp_path):
     file = write_config(tmp_path, config)
     with pytest.raises(UserError, match=r"a config may not name the function .*; name a class"):
         run_trainer(["fit", "--config", file])
-
-
-def test_a_class_whose_default_value_is_a_function_is_accepted(tmp_path):
-    config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.BackboneFinetuning"}]
-    check_arguments(["fit", "--config", write_config(tmp_path, config)])
 
 
 def test_a_trusted_package_is_accepted_and_the_error_says_how_to_trust_it(tmp_path, monkeypatch):

@@ -1,9 +1,6 @@
 """`export`, `import` and `convert`: our checkpoints, published ones and ones with learned positions."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,18 +12,16 @@ from transformers import AutoModel, BertConfig, BertForMaskedLM
 from embeddings.cli.export import facts_of_checkpoint
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.common import InputError
 from embeddings.models import BackboneConfig, load_backbone
 from embeddings.models.backbone import load_model
-from embeddings.models.model_card import read_scores
 from embeddings.modules import MaskedLMModule
 from tests.helpers.checkpoints import save
-from tests.helpers.refusals import assert_refused, refused
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import run_config, write_config
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 from tests.interop.released import nomic
 from tests.interop.released.nomic import MOE, nomic_folder
-from tests.interop.released.published import changed_config, encoded
+from tests.interop.released.published import encoded
 
 
 def export_error(path, capsys, output, *words):
@@ -175,26 +170,6 @@ def test_the_facts_are_those_of_the_checkpoints_step(record, metrics, expected, 
     assert (facts.num_steps, facts.record, facts.validation) == (3, *expected)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        '[{"name": "a", "metrics": {}}]',
-        '[{"name": "a", "metrics": {"x": 0.5, "y": NaN}}]',
-        '[{"name": "a", "metrics": {"x": 1%s}}]' % ("0" * 400),
-        "[" * 100_000,
-    ],
-)
-def test_a_scores_file_that_evaluate_did_not_write_is_refused(content, tmp_path):
-    path = Path(tmp_path / "scores.json")
-    path.write_text(content)
-    refused(InputError, r"scores.json: .*; give the file that evaluate --output wrote", read_scores, path)
-    result = {"name": "a", "metrics": {"x": 0.5}}
-    path.write_text(json.dumps([result]))
-    assert read_scores(path) == [result]
-
-
 def run(source: Path, output: Path, *options: str) -> int:
     return main(["import", "--source", str(source), "--output", str(output), *options])
 
@@ -230,15 +205,6 @@ def test_a_renamed_model_gets_the_settings_of_its_published_card(
     for width, warns in (("256", False), ("64", True)):
         assert main([*line, str(tmp_path / width), "--dimensions", width]) == 0
         assert ("the model was trained at 768, 256; scores may be lower" in caplog.text) == warns
-
-
-def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
-    changed_config(folder, moe_top_k=9)
-    says = "config.json: does not describe a valid model: top_k must be from 1 to"
-    assert_refused(capsys, tmp_path, says, run, folder, tmp_path / "ours")
 
 
 MAIN = Path(__file__).parents[2] / "main.py"
@@ -278,15 +244,6 @@ def test_a_checkpoint_is_converted_and_one_line_has_its_size(
         assert module.language_model.model.num_parameters() == size
 
 
-def test_an_earlier_model_is_replaced_and_other_files_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, output = source_folder(tmp_path / "source"), tmp_path / "rotary"
-    assert convert(source, output, "--num-positions", "100") == 0
-    (output / "notes.txt").write_text("mine")
-    assert convert(source, output) == 0
-    assert load_backbone(BackboneConfig(str(output)))[0].config.max_position_embeddings == 2048
-    assert (output / "notes.txt").read_text() == "mine"
-
-
 def test_a_conversion_error_is_reported_in_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,14 +252,3 @@ def test_a_conversion_error_is_reported_in_one_line_and_nothing_is_written(
     nowhere = "nowhere/at/all: is not a directory; give a model directory or a Hub id"
     for source, says in (("headless", head), ("nowhere/at/all", nowhere)):
         assert_refused(capsys, tmp_path, says, convert, source, Path("rotary"))
-
-
-@pytest.mark.slow
-def test_nothing_but_the_result_is_written_where_deepspeed_is_installed(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    source = source_folder(tmp_path / "source")
-    words = ["convert", "--source", str(source), "--output", str(tmp_path / "rotary"), "--num-positions", "100"]
-    done = subprocess.run([sys.executable, str(MAIN), *words], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"wrote \S+/rotary: [^\n]+\n", done.stdout)
-    assert "accelerator" not in done.stderr

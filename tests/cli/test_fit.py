@@ -61,15 +61,8 @@ def test_a_path_stands_for_a_source_named_after_its_file(tmp_path, monkeypatch):
     assert sources_of(monkeypatch, tmp_path, config, *later) == expected[1:]
 
 
-def test_the_command_of_a_recipe_is_quoted_for_the_shell(capsys):
-    words = ["--trainer.default_root_dir", "my runs/$a", "--data.batch_size=0"]
-    with pytest.raises(ConfigError, match="batch_size"):
-        run_trainer(["fit", "--recipe", "mgh_docstrings", *words])
-    assert "--trainer.default_root_dir 'my runs/$a' --data.batch_size=0" in capsys.readouterr().err
-
-
 def test_the_help_lists_the_settings_of_a_source(capsys):
-    assert main(["fit", "--data.help", "EmbeddingDataModule", "--data.sources.help"]) == 0
+    assert main(["fit", "--data.sources.help"]) == 0
     shown = capsys.readouterr().out
     assert [name for name in ("name", "path", "weight") if f"\n  --data.sources.{name} " not in shown] == []
 
@@ -103,18 +96,6 @@ def test_fit_prints_paths_and_the_next_two_commands_at_the_end(tmp_path, capsys)
         f'next: python main.py search --model {model} --corpus FILE "QUERY"',
     ]
     assert f"model directory: {model}" in written.err.splitlines()
-
-
-@pytest.mark.parametrize(("keeps", "program"), [(True, "python main.py"), (False, "embeddings")])
-def test_a_run_without_a_model_directory_prints_how_to_get_one(keeps, program, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [f"bin/{program}", "fit"])  # the command as it was called
-    words = [*with_callbacks(tmp_path), f"--trainer.enable_checkpointing={str(keeps).lower()}"]
-    assert main(words) == 0
-    run = tmp_path / "run" / "tiny" / "version_0"
-    checkpoint = run / "checkpoints" / "epoch=0-step=4.ckpt"
-    first = f"export --checkpoint {checkpoint} --output DIR" if keeps else f"show curves --run {run}"
-    lines = [f"next: {program} {words}" for words in (first, f"report {run}")]
-    assert capsys.readouterr().out.splitlines()[1:] == lines
 
 
 def test_early_stopping_on_an_unknown_metric_is_reported_in_one_line(tmp_path, capsys):

@@ -9,20 +9,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.mining import evaluation_texts
-from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
 from tests.data.rows import write_jsonl
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import WORDS, run_config, write_config, write_pairs, write_retrieval_folder
-from tests.inference.models import encode_nothing_more
 from tests.mining.filter_world import topic_vectors
-from tests.mining.test_rerank import save_model
 
 
 @pytest.fixture
@@ -51,27 +47,6 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     assert json.loads(Path("mined.manifest.json").read_text())["num_negatives"] == 36
     assert mine(*options) == 0
     assert "wrote 36 negatives" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("levels", [[], ["--levels", "quantiles"]], ids=["plain", "levels"])
-def test_a_jsonl_output_has_the_same_rows_as_parquet(levels, mine):
-    options = ["--num-negatives", "4", "--margin", "null", *levels]
-    for output in ("mined.parquet", "mined.jsonl"):
-        assert mine(*options, output=output) == 0
-    rows = [json.loads(line) for line in Path("mined.jsonl").read_text(encoding="utf-8").splitlines()]
-    expected = pq.read_table("mined.parquet").to_pylist()
-    assert len(rows) == 12
-    assert rows == [{name: value for name, value in row.items() if value is not None} for row in expected]
-
-
-def test_a_reranker_scores_the_mined_records(mine, tmp_path, capsys):
-    reranker = save_model(tmp_path / "reranker", num_labels=1)
-    assert mine("--num-negatives", "2", "--margin", "null", "--reranker", reranker) == 0
-    rows = pq.read_table("mined.parquet").to_pylist()
-    assert [len(row["scores"]) for row in rows] == [3] * 12
-    assert len(json.loads(Path("mined.manifest.json").read_text())["reranker"]["model_sha256"]) == 64
-    given = ["--output", "other.parquet", "--reranker", "nowhere"]
-    assert_refused(capsys, tmp_path / "work", "nowhere: cannot be loaded as a cross-encoder", mine, *given)
 
 
 def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(mine, tmp_path):
@@ -149,19 +124,6 @@ def test_a_teacher_without_prompts_uses_those_of_the_options(mine, model, tmp_pa
     assert_refused(capsys, tmp_path / "work", says, mine, *other, "--vectors", "vectors", *given[2:])
 
 
-def test_tasks_share_the_work_and_write_the_same_bytes_with_any_number_of_threads(mine, capsys, monkeypatch):
-    options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
-    assert mine(*options, "--output", "whole.parquet") == 0
-    tasks = (("1", torch.get_num_threads(), "other tasks' shards are missing"), ("0", 7, "wrote 36 negatives"))
-    for index, threads, says in tasks:
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        capsys.readouterr()
-        assert mine(*options, "--task-index", index, "--num-tasks", "2") == 0
-        assert says in capsys.readouterr().out
-    for name in ("{}.parquet", "{}.manifest.json"):
-        assert Path(name.format("mined")).read_bytes() == Path(name.format("whole")).read_bytes()
-
-
 JUDGED = ["--judgments", "judged/qrels/train.tsv"]
 BAD = [
     (JUDGED, "judgments has no effect without --levels grades"),
@@ -175,22 +137,6 @@ BAD = [
 def test_a_user_error_is_reported_in_one_line_with_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
     write_judged(tmp_path / "work", [("q0", "d0", 1), ("q1", "d1", 1)])
     assert_refused(capsys, tmp_path / "work", says, mine, *options)
-
-
-def test_vectors_of_encode_are_reused(mine, model, monkeypatch):
-    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
-    extra = [{"title": "the", "text": f"stranger {row}"} for row in range(3)]
-    write_jsonl(Path("corpus.jsonl"), [*extra, *({"text": row["positive"]} for row in rows[::-1])])
-    options = ["--num-negatives", "3", "--margin", "null", "--corpus", "corpus.jsonl"]
-    assert mine(*options, "--output", "plain.parquet") == 0
-    encode = ["encode", "--model", model, "--shard-size", "5"]
-    assert main([*encode, "--input", "corpus.jsonl", "--output", "d"]) == 0
-    queries = ["--input", "pairs.jsonl", "--columns", "{text: query}", "--role", "query", "--output", "q"]
-    assert main([*encode, *queries]) == 0
-    encode_nothing_more(monkeypatch)
-    assert mine(*options, "--query-vectors", "q", "--document-vectors", "[d]") == 0
-    plain, made = (pq.read_table(name).to_pylist() for name in ("plain.parquet", "mined.parquet"))
-    assert [row["negatives"] for row in made] == [row["negatives"] for row in plain]
 
 
 @pytest.fixture
@@ -217,35 +163,6 @@ def test_pairs_are_clustered_and_the_same_command_again_changes_nothing(features
     before = content(output)
     assert main(line) == 0
     assert content(output) == before
-
-
-def test_vectors_of_negatives_are_written_on_request_and_do_not_change_the_clusters(source, model, tmp_path):
-    ids = []
-    for negatives in ("false", "true"):
-        line = ["cluster", "--input", str(source), "--output", str(tmp_path / negatives), "--cluster_size", "8"]
-        line += ["--model", model, "--precision", "float32", "--num_iterations", "3", f"--negatives={negatives}"]
-        assert main(line) == 0
-        ids.append(np.load(tmp_path / negatives / "cluster_ids.npy").tolist())
-    assert ids[0] == ids[1]
-    records = [json.loads(line) for line in source.read_text().splitlines()]
-    opened = open_source(SourceConfig("a", str(source), surrogate_vectors=str(tmp_path / "true.vectors")))
-    encoder = Encoder.from_pretrained(model, precision="float32")
-    for row in (0, 7, 39):
-        expected = encoder.encode(records[row]["negatives"], role="document")
-        expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-        np.testing.assert_allclose(opened[PlanEntry(row, 0)].surrogate_negatives(2), expected, atol=1e-5)
-    opened = open_source(SourceConfig("a", str(source), surrogate_vectors=str(tmp_path / "false.vectors")))
-    assert opened[PlanEntry(0, 0)].surrogate_negatives is None
-
-
-def test_tasks_share_the_work(source, tmp_path, capsys):
-    output = tmp_path / "clusters"
-    line = ["cluster", "--input", str(source), "--output", str(output), "--features", "bm25", "--num_clusters", "4"]
-    line += ["--shard_size", "10", "--num_iterations", "2", "--num_tasks", "2", "--task_index"]
-    assert main([*line, "1"]) == 0
-    assert "other tasks still have rows to assign" in capsys.readouterr().out
-    assert main([*line, "0"]) == 0
-    assert "wrote 4 clusters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -345,12 +262,6 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     assert main(command) == 0
     lines = (tmp_path / "kept.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [{name: row[name] for name in ("query", "positive")} for row in kept]
-
-
-def test_a_threshold_needs_evaluation_texts(tmp_path, capsys):
-    write_pairs(tmp_path / "good.jsonl", 3)
-    line = ["filter", "--input", "good.jsonl", "--output", "kept.parquet", "--bm25-threshold", "0.5"]
-    assert_refused(capsys, tmp_path, "bm25_threshold needs evaluation texts", main, line)
 
 
 @pytest.mark.parametrize("conversion", ["class_by_example", "binary_by_label"])

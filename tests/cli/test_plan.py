@@ -11,10 +11,9 @@ from embeddings.cli import fit
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.parser import read_recipes
-from embeddings.cli.plan import num_devices
 from embeddings.data import store
 from tests.helpers.refusals import assert_refused
-from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder
+from tests.helpers.runs import component, run_config, write_config
 
 RECIPES = read_recipes()
 # Recipes with few sources; parsing forty sources takes seconds.
@@ -196,14 +195,6 @@ def test_a_run_on_two_nodes_is_described_on_a_machine_without_a_gpu(strategy, ch
     ]
 
 
-def test_a_run_on_this_machine_does_not_report_missing_hardware(checked, tmp_path):
-    model = component("embeddings.callbacks.ExportModel", output=str(tmp_path / "model"))
-    lines = checked({"callbacks": [model], "accumulate_grad_batches": 4}, batch_size=4)
-    assert "global batch: 4 (4 on each of 1 processes; 4 batches are one step)" in lines
-    assert "hardware: accelerator cpu, devices 1, num_nodes 1, strategy auto" in lines
-    assert f"model directory: {tmp_path}/model" in lines
-
-
 @pytest.mark.parametrize(
     ("trainer", "more", "row", "says"),
     [
@@ -221,34 +212,6 @@ def test_the_check_refuses_what_the_run_would_refuse(trainer, more, row, says, t
         file.write(row)
     words = ["fit", "--config", write_config(tmp_path, config | more), *([] if more else ["--check"])]
     assert_refused(capsys, tmp_path, says, main, words)
-
-
-def test_frozen_weights_are_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "lora").mkdir()
-    config = run_config(tmp_path / "lora", "mistral", batch_size=2)
-    config["trainer"] |= GPUS
-    capsys.readouterr()
-    assert main(["fit", "--config", write_config(tmp_path, config), "--check"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("model: "))
-    total, trained, frozen = (int(number.replace(",", "")) for number in re.findall(r"[\d,]{3,}(?= )", line))
-    assert total == trained + frozen
-    assert frozen > trained > 0
-
-
-def test_all_missing_files_are_named_in_one_line(tmp_path, capsys):
-    sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("one", "two", "pairs")]
-    config = run_config(tmp_path, sources=sources)
-    config["trainer"]["callbacks"] = [component("embeddings.callbacks.RetrievalEvaluation", folder="eval")]
-    words = ["fit", "--config", write_config(tmp_path, config), "--check"]
-    both = "2 errors: data.sources: 2 paths match no file: one.jsonl (no such file), two.jsonl"
-    for missing in (both, " | eval"):
-        assert_refused(capsys, tmp_path, missing, main, words)
-    for name in ("one", "two"):
-        write_pairs(tmp_path / f"{name}.jsonl")
-    assert_refused(capsys, tmp_path, "error: eval", main, words)
-    write_retrieval_folder(tmp_path / "eval")
-    assert main(words) == 0
 
 
 @pytest.mark.parametrize("has_teacher", [True, False])
@@ -294,8 +257,3 @@ def test_a_run_that_would_resume_names_its_checkpoint_and_converts_nothing_again
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: "))
     assert re.fullmatch(rf"resume: {tmp_path}/run/tiny/version_0/checkpoints/\S+\.ckpt, step 2", line)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(("devices", "count"), [(8, 8), ("8", 8), ([0, 1], 2), ("0,", 1), ("auto", None), (-1, None)])
-def test_the_devices_of_a_machine_are_counted(devices, count):
-    assert num_devices(devices) == count

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from embeddings import data, losses, models, modules
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.trainer import _FREE, check_resumable, find_latest_checkpoint, first_difference, pin_checkpoint_dir
-from embeddings.common import InputError, OptionError
+from embeddings.common import OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.refusals import refused
 from tests.helpers.runs import run_config, write_config, write_pairs
@@ -60,14 +60,6 @@ def test_an_unusable_checkpoint_is_skipped_with_a_line(tmp_path, capsys, monkeyp
     assert find_latest_checkpoint(tmp_path) is None
 
 
-def test_a_checkpoint_without_a_part_that_resuming_needs_is_refused(tmp_path):
-    check_resumable(Path(save(RESUMABLE, tmp_path / "whole.ckpt")))
-    for name in RESUMABLE.keys() - {"global_step"}:
-        rest = {key: value for key, value in RESUMABLE.items() if key != name}
-        with pytest.raises(InputError, match=f"has no {name}; give a run's last.ckpt"):
-            check_resumable(Path(save(rest, tmp_path / "rest.ckpt")))
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_checkpoint_of_another_run_is_skipped(tmp_path, capsys):
     config = run_config(tmp_path)
@@ -93,15 +85,6 @@ def test_a_checkpoint_of_another_run_is_skipped(tmp_path, capsys):
     assert fit("--ckpt_path", last, "--model.init_args.normalize=false", "--trainer.max_steps=3").ckpt_path == last
 
 
-def test_many_checkpoints_of_other_runs_are_reported_in_one_line(tmp_path, capsys):
-    for step in range(34):
-        save(RESUMABLE | {"run_config": {"seed_everything": 1}}, tmp_path / f"step={step}.ckpt", step)
-    assert find_latest_checkpoint(tmp_path, {"seed_everything": 2}) is None
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"left out: {tmp_path}/step=33.ckpt: belongs to another run: seed_everything is 1 in ")
-    assert line.endswith(" (and 33 more of other runs)")
-
-
 def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_is_not(tmp_path):
     """The checkpoint's plan has the global batch size: 16 may be 16 on one rank or 8 on two."""
     run = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": {"batch_size": 8}}}
@@ -110,18 +93,6 @@ def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_i
     assert find_latest_checkpoint(tmp_path, run, 16) == saved
     assert check_resumable(Path(saved), run, 16) is None
     assert check_resumable(Path(saved), run, 32) == "its global batch size is 16, this run's is 32"
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_auto_starts_a_new_run_if_the_batch_size_differs(tmp_path, capsys):
-    config = run_config(tmp_path)
-    words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path=auto", "--trainer.max_steps=2"]
-    first = run_trainer(words).trainer
-    second = run_trainer([*words, "--data.init_args.batch_size=4"]).trainer
-    assert (second.ckpt_path, second.global_step) == (None, 2)
-    assert first.log_dir != second.log_dir
-    assert "its global batch size is 8, this run's is 4" in (said := capsys.readouterr().err)
-    assert f"nothing to resume below {tmp_path}" in said
 
 
 def test_checkpoints_continue_in_the_folder_that_lightning_recognises(tmp_path):

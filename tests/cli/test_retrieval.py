@@ -9,7 +9,6 @@ import pytest
 from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
-from tests.evaluation.air_bench_sets import stand_in
 from tests.evaluation.task_sets import write_sets
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
@@ -71,7 +70,7 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
     monkeypatch.setattr(Encoder, "from_pretrained", classmethod(counting))
     monkeypatch.setattr("sys.stdin", Typed("fox\nlazy dog\n\nnever\n"))
-    found = lines_of(capsys, *search)
+    found = lines_of(capsys, *search, "--interactive")
     assert loaded == [(model,)]
     assert [line for line in found if not line.endswith(" ms")] == expected[0] + expected[1]
     assert len([line for line in found if line.endswith(" ms")]) == 2
@@ -82,7 +81,8 @@ def test_a_terminal_shows_a_prompt_and_invalid_utf8_is_refused(world, capsys, mo
     monkeypatch.setattr("sys.stdin", Typed("fox\n", is_terminal=True))
     assert len(lines_of(capsys, *line)) == 5
     monkeypatch.setattr("sys.stdin", Typed(b"\xff\n"))
-    assert "standard input: is not valid UTF-8" in error_of(capsys, *line)
+    assert "query must be given, got None; write it last, or read queries with --interactive" in error_of(capsys, *line)
+    assert "standard input: is not valid UTF-8" in error_of(capsys, *line, "--interactive")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     found = capsys.readouterr().out
     assert len(found.splitlines()) == 16
     monkeypatch.setattr("sys.stdin", Typed("fox\n"))
-    assert main(search) == 0
+    assert main([*search, "--interactive"]) == 0
     assert capsys.readouterr().out.startswith(found)
     assert main([*encode]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
@@ -304,14 +304,6 @@ def test_tasks_are_scored_shared_and_resumed(model, sets, tmp_path, capsys, monk
     assert capsys.readouterr().out.splitlines() == table
 
 
-def test_widths_and_instructions_reach_the_tasks(model, sets, tmp_path, capsys):
-    options = ["--tasks", f"{sets}/pairs", "--dimensions", "[32, 8]", "--instructions", "mgh"]
-    assert main(line(model, tmp_path / "out", *options)) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["task", "type", "metric", "score_32", "score_8"]
-    folders = sorted(path.parent.name.split("-")[0] for path in (tmp_path / "out").rglob("pairs.json"))
-    assert folders == ["dimensions_8__instructions_mgh", "instructions_mgh"]
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -327,21 +319,3 @@ def test_a_mistake_is_reported_in_one_line_with_exit_code_2(options, says, model
     (tmp_path / "sets").mkdir()
     (tmp_path / "file").touch()
     assert_refused(capfd, tmp_path, says, main, line(model, "out", *options))
-
-
-def test_air_bench_is_scored_by_domain_or_only_searched_if_labels_are_private(model, tmp_path, capsys, monkeypatch):
-    stand_in(monkeypatch, tmp_path)
-    tasks = ["--tasks", "[air-bench-qa-law-en-de, air-bench-24.04-qa-law]", "--dimensions", "[32, 8]"]
-    assert main(line(model, tmp_path / "out", *tasks)) == 0
-    table = [row.split() for row in capsys.readouterr().out.splitlines()]
-    names = [row[0] for row in table[1:4]]
-    assert names == [
-        f"air-bench-{name}" for name in ("24.05-qa-law-en-dev", "24.05-qa-law-de-dev", "24.04-qa-law-en-test")
-    ]
-    assert table[3][3:] == ["searched", "searched"]
-    (mean,) = [row[-2:] for row in table if row[:4] == ["mean", "of", "2", "all"]]
-    title = next(number for number, row in enumerate(table) if row[:3] == ["AIR-Bench", "24.05", "qa"])
-    assert [row[:2] for row in table[title + 1 : title + 4]] == [["en", "[32]"], ["de", "[32]"], ["all", "[32]"]]
-    assert float(table[title + 3][-1]) == pytest.approx(100 * float(mean[0]), abs=0.01)
-    assert [row[-1] for row in table[title + 7 :]] == ["25.10", "25.00", "20.65"]
-    assert len([*(tmp_path / "out").rglob("*_NoReranker.zip")]) == 2

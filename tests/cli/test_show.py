@@ -273,21 +273,3 @@ def test_a_show_error_is_reported_in_one_line_and_nothing_is_written(line, says,
     words = [TEXT if word == "TEXT" else word for word in line.split()]
     words = [str(models / word) if words[place - 1] == "--model" else word for place, word in enumerate(words)]
     assert_refused(capsys, tmp_path, says, main, words if words[0] == "report" else ["show", *words])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "show routing --runs whole",
-        "show contextual-shift --model MODELS/contextual --corpus one.jsonl",
-        "show clusters --clusters found",
-        "report whole",
-    ],
-)
-def test_without_matplotlib_no_model_is_loaded(line, models, corpora, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("embeddings.inference.Encoder.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    write_clusters(tmp_path / "found", IDS, 6)
-    write_whole_run(tmp_path / "whole")
-    says = "matplotlib is not installed; run: pip install"
-    assert_refused(capsys, tmp_path, says, main, line.replace("MODELS", str(models)).split())

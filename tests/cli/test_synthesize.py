@@ -75,15 +75,6 @@ def test_a_dry_run_prints_prompts_and_needs_neither_server_nor_client(work, caps
     assert not (work / "out").exists()
 
 
-def test_an_exhausted_budget_says_how_to_resume(capsys):
-    with chat_server() as server:
-        options = ["--num-examples", "30", "--max-answer-tokens", "300"]
-        assert run(server.endpoint, *options, "--token-budget", "9000") == 0
-        assert "to resume, run the same command with a larger token_budget" in capsys.readouterr().out
-        assert run(server.endpoint, *options) == 0
-    assert "token budget" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_a_refusing_server_ends_with_code_2_and_nothing_is_written(status, work, capsys):
     with chat_server(lambda prompt, seed, count: Reply(status=status, error="unknown model")) as server:

@@ -127,14 +127,6 @@ def test_a_scripts_record_has_all_arguments(tmp_path: Path) -> None:
     assert checkpoint["run_config"]["model"] == config["model"]
 
 
-def test_an_optimiser_made_by_a_function_is_recorded(tmp_path: Path) -> None:
-    for optimizer in ({}, {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=2e-5, weight_decay=0.03)}):
-        module = emb.NVEmbedModule(emb.BackboneConfig(backbone_folder(tmp_path / "backbone")), **optimizer)
-        made = emb.Trainer(accelerator="cpu", logger=False)._run_config(module, None)["model"]["init_args"]
-        assert made["optimizer"]["class_path"] == "torch.optim.AdamW"
-        assert made["optimizer"]["init_args"].items() >= {"lr": 2e-5, "weight_decay": 0.03}.items()
-
-
 @pytest.mark.parametrize("path", ["auto", "named"])
 def test_a_resumed_run_ends_at_the_same_bits_in_its_own_folder(path: str, tmp_path: Path) -> None:
     for name in ("whole", "halves"):
@@ -177,14 +169,6 @@ def test_default_options_and_callbacks_are_those_of_base_yaml() -> None:
     assert not [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     assert changed.gradient_clip_val is None
     assert RunRecord.of(emb.Trainer(accelerator="cpu", fast_dev_run=True)) is None
-
-
-@pytest.mark.filterwarnings("error:Starting from v1.9.0", "error:.*LeafSpec")
-def test_a_script_prints_no_tips_of_libraries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        trainer(tmp_path, 1, enable_model_summary=True).fit(*parts(tmp_path))
-    assert "GPU available" in caplog.text
-    assert "Tip" not in caplog.text
 
 
 def test_a_run_that_ended_within_an_epoch_resumes_there_with_more_steps(tmp_path: Path) -> None:
