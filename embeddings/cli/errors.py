@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
         return stop.code or EXIT_OK
     except OSError as error:
         output_error = _flush_output() if error.filename is None else None
-        if output_error is not None or isinstance(error, BrokenPipeError):
+        if output_error is not None or (isinstance(error, BrokenPipeError) and _reader_has_ended()):
             return _output_code(output_error or error)
         # The name of a temporary file of an atomic write is not one that the user knows.
         name = re.sub(r"\.([^/]+)\.\w+\.tmp\b", r"\1", str(error.filename or ""))
@@ -135,6 +136,15 @@ def _flush_output() -> OSError | None:
         _redirect_to_null(sys.stdout)
         return error
     return None
+
+
+def _reader_has_ended() -> bool:
+    """Whether standard output is a pipe that nobody reads; a library's broken connection is another error."""
+    output = select.poll()
+    with suppress(OSError, ValueError):
+        output.register(sys.stdout, 0)
+        return any(events & select.POLLERR for _, events in output.poll(0))
+    return False
 
 
 def _output_code(error: OSError) -> int:
