@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, repeat
 from math import lcm
 from typing import Any, Literal, NamedTuple, Self
 
@@ -238,12 +238,8 @@ def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
     """
     limits = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches_per_epoch is not None:
-        num_batches, scheduler = _batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
-        changes = [0] if scheduler is None else [epoch for epoch in scheduler.epochs if epoch < trainer.max_epochs]
-        # Between two changes of the accumulation, all epochs have the same number of steps.
-        intervals = pairwise([*changes, trainer.max_epochs])
-        steps = ((end - start) * -(-num_batches // accumulated_batches(trainer, start)) for start, end in intervals)
-        limits.append(sum(steps))
+        num_batches, epochs = _batches_taken(trainer, batches_per_epoch), range(trainer.max_epochs)
+        limits.append(sum(-(-num_batches // accumulated_batches(trainer, epoch)) for epoch in epochs))
     return min(limits, default=None)
 
 
