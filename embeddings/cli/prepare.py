@@ -266,24 +266,21 @@ class StageWork:
         has_file = self.target(key).exists() and manifest_path(self.target(key)).exists()
         return has_file and all(read_json_or_empty(folder / "manifest.json").get("complete") for folder in folders)
 
-    def write_config(self) -> Path:
-        """Write a data config with the sources that are ready, and their licences; returns its path."""
+    def write_config(self) -> str:
+        """Write a data config with the ready sources and their licences; returns the command that trains on them."""
         table, sources = PublicTable.read(), []
         for key, entry in zip(self.wanted, self.stage.data["sources"], strict=True):
             licence = self.places.get(key, table.place_of(key, None)).licence
             if self.is_made(key):
                 sources.append(entry | ({"licence": licence} if licence else {}))
         path = self.output / f"{self.stage.config}.yaml"
-        counted = f"{len(sources)} of {len(self.wanted)}"
-        head = f"# The sources of {self.stage.config} in this folder, {counted}.\n#   {self.line(path)}\n"
+        output, config = shlex.quote(str(self.output)), shlex.quote(str(path))
+        line = f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
+        head = f"# {len(sources)} of the {len(self.wanted)} sources of {self.stage.config}.\n#   {line}\n"
         arguments = {**(self.stage.data_changes or {}), "sources": sources}
         data = {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": arguments}
         write_text(path, head + yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=110))
-        return path
-
-    def line(self, path: Path) -> str:
-        output, config = shlex.quote(str(self.output)), shlex.quote(str(path))
-        return f"{ROOT_VARIABLE}={output} {program()} fit --recipe {self.stage.run} --config {config}"
+        return line
 
     def summary(self, left_out: Mapping[str, str]) -> str:
         """The sources that were made and those that were not, as text."""
@@ -300,7 +297,7 @@ class StageWork:
             size = self.wanted[key].max_rows
             lines.append(f"left out: {self.wanted[key].name}{f', {size:,} rows' if size else ''}: {left_out[key]}")
         if made:
-            lines.append(self.line(self.write_config()))
+            lines.append(self.write_config())
         return "\n".join(lines)
 
 

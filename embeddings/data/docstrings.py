@@ -223,10 +223,7 @@ def prepare_docstrings(
     if (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s already exists for these packages and arguments", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
-    functions = _read(sources)
-    logger.info("removing copies among %d documented functions", len(functions))
-    distinct = deduplicate(functions)
-    train, evaluation = split_functions(distinct, held_out, sizes, seed)
+    train, evaluation = split_functions(deduplicate(_read(sources)), held_out, sizes, seed)
     step = -(-len(train) // max_rows) if max_rows else 1
     counts = {"train": len(train[::step])}
     for name, part in evaluation.items():
@@ -244,8 +241,6 @@ def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> l
     both = sorted(set(packages) & set(held_out))
     if both:
         raise OptionError("packages", both, "must not contain a held-out package", "remove it from one of the lists")
-    if not packages:
-        raise OptionError("packages", list(packages), "must name at least one package", "leave it out for the default")
     return sorted(set(packages))
 
 
