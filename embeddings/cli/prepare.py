@@ -1,7 +1,7 @@
 """`prepare`: downloads a recipe's public data sets, then filters, mines and clusters them as the recipe says."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,7 +20,15 @@ from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
 from embeddings.common.text import format_table, one_line
 from embeddings.data import SourceConfig
-from embeddings.data.public import ROOT_VARIABLE, PublicSource, PublicTable, Stage, corpus_path, fetch_source
+from embeddings.data.public import (
+    ROOT_VARIABLE,
+    PublicSource,
+    PublicTable,
+    Stage,
+    check_source,
+    corpus_path,
+    fetch_source,
+)
 from embeddings.data.records import table_writer
 from embeddings.data.sources import Conversion
 from embeddings.data.store import open_cached, record_place
@@ -67,12 +75,13 @@ class StepOptions:
 
 def prepare(
     recipe: Literal["docstrings", "nv-embed", "mgh", "moe", "cde"],
-    output: Path,
+    output: Path | None = None,
     stage: str | None = None,
     limit: int | None = None,
     only: str | None = None,
     from_: str | None = None,
     unconfirmed: bool = False,
+    check: bool = False,
     mirror: Path | None = None,
     *,
     steps: StepOptions,
@@ -90,6 +99,7 @@ def prepare(
         only: Comma-separated names of the sources to make, including sources that are otherwise left out.
         from_: A collection that contains some sources with negatives, to use in place of their original data sets.
         unconfirmed: Whether to download also data sets that are not confirmed to be those of the recipe.
+        check: Whether to read only the first row of each data set; nothing is written.
         mirror: A folder with the data sets as `ORGANISATION/NAME`, to use in place of the Hub.
         steps: The steps after the download.
     """
@@ -109,6 +119,15 @@ def prepare(
         rule = f"must be {' or '.join(collections)}" if collections else f"has no effect on {recipe}"
         raise OptionError("from", from_, rule, "leave it out for each source's own data set")
     places = {key: table.place_of(key, from_) for key in wanted if name_of(key) in names}
+    if check:
+        failures = attempt([(key, partial(check_source, place, mirror)) for key, place in places.items() if place.kind])
+        rows = [[key, place.place, "missing" if key in failures else place.why_left_out or "found"]
+                for key, place in places.items()]  # fmt: skip
+        print(format_table([["source", "data set", ""], *rows], "<<<"))
+        require_all(recipe, failures, len(places))
+        return
+    if output is None:
+        raise OptionError("output", None, "must be given", "name the folder to write")
     asked = only is not None or unconfirmed
     jobs = {key: place for key, place in places.items() if place.kind and (asked or place.confirmed)}
     left_out = {key: str(place.why_left_out) for key, place in places.items() if key not in jobs}
@@ -120,14 +139,25 @@ def prepare(
     for work in works:
         work.check_options()
     # All downloads come first, so that the network is not needed while the devices work.
-    actions: list[tuple[str, Callable[[], object]]] = [
+    actions: list[Action] = [
         (key, partial(fetch_source, jobs[key], work.fetched(key), mirror, limit)) for work in works for key in work.keys
     ]
     if not steps.fetch_only:
         actions += [(key, partial(work.finish, key)) for work in works for key in work.keys]
+    failures = attempt(actions)
+    for work in works:
+        print(work.summary(left_out))
+    require_all(recipe, failures, len(places))
+
+
+# A source, and one of the steps that make it.
+Action = tuple[str, Callable[[], object]]
+
+
+def attempt(actions: Iterable[Action]) -> dict[str, str]:
+    """Run the steps of all sources but those after a failed one of the same source; returns the errors by source."""
     failures = dict[str, str]()
     for key, action in actions:
-        # Sources are independent of each other, and the steps of a source are not.
         if key in failures:
             continue
         try:
@@ -135,11 +165,13 @@ def prepare(
         except InputError as error:
             failures[key] = str(error)
             logger.warning("%s is left out: %s", key, error)
-    for work in works:
-        print(work.summary(left_out))
+    return failures
+
+
+def require_all(recipe: str, failures: Mapping[str, str], num_sources: int) -> None:
     if failures:
         listed = "; ".join(f"{name_of(key)} ({reason})" for key, reason in failures.items())
-        what = f"{len(failures)} of {len(places)} sources could not be made: {listed}"
+        what = f"{len(failures)} of {num_sources} sources could not be made: {listed}"
         raise InputError(f"prepare {recipe}", what, "run the same command again for these, or train without them")
 
 

@@ -135,11 +135,12 @@ def score_table(results: dict[str, Any]) -> str:
     return format_table(rows)
 
 
-def docstrings(output: Path = Path("data/docstrings"), max_rows: int | None = None) -> None:
+def docstrings(output: Path = Path("data/docstrings"), force: bool = False, max_rows: int | None = None) -> None:
     """Build a training corpus of query-document pairs from the functions of installed packages.
 
     Args:
         output: The folder to write; a finished corpus of the same inputs is reused.
+        force: Whether to rebuild a finished corpus.
         max_rows: Maximum number of training pairs, sampled evenly; evaluation folders are not limited.
     """
-    prepare_docstrings(output, max_rows=max_rows)
+    prepare_docstrings(output, force=force, max_rows=max_rows)

@@ -239,6 +239,13 @@ def _stream(
         raise unreachable(str(source.repository), error) from error
 
 
+def check_source(source: PublicSource, mirror: Path | None = None) -> None:
+    """Read the first row of a source; an `InputError` if it is missing, gated or unreachable."""
+    commit = None if mirror else resolve_revision(str(source.repository), source.revision)
+    subset = "default" if source.kind == "beir" else source.subset
+    next(_stream(source, subset, source.split, commit, mirror), None)
+
+
 def fetch_source(
     source: PublicSource, output: Path, mirror: Path | None = None, limit: int | None = None
 ) -> dict[str, Any]:

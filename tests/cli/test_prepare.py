@@ -220,6 +220,18 @@ def test_a_collection_has_its_own_negatives(prepare, tmp_path):
     assert rows("out/nv_embed/fever.parquet")[0]["negatives"] == [answer(500 + n) for n in range(9)]
 
 
+def test_check_looks_for_each_data_set_and_writes_nothing(hub, tmp_path, capsys):
+    assert main(["prepare", "nv-embed", "--check", "--mirror", str(hub)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"nv_embed/arguana .* not confirmed", printed)
+    assert "The challenge's data require registration" in printed
+    assert main(["prepare", "cde", "--check", "--mirror", str(tmp_path)]) == 2
+    written = capsys.readouterr()
+    assert written.out.count("missing") == 4
+    assert "4 of 4 sources could not be made: reddit (hub:nomic-ai/nomic-embed-uns" in written.err
+    assert list(Path().iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

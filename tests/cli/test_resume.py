@@ -148,7 +148,7 @@ RUN: dict[str, Any] = {
         "init_args": {
             "batch_size": 8,
             "num_workers": 0,
-            "sampler": {"class_path": "CurriculumBatchSampler", "init_args": {"level": None}},
+            "sampler": {"class_path": "CurriculumBatchSampler", "init_args": {"total_steps": None}},
             "sources": [{"name": "pairs", "path": "pairs.jsonl", "licence": None}],
         },
     },
@@ -177,7 +177,7 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 in"),
         (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),
         (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
-        (changed(data__init_args__sampler__init_args__level=2), "data.init_args.sampler.init_args.level"),
+        (changed(data__init_args__sampler__init_args__total_steps=9), "data.init_args.sampler.init_args.total_steps"),
     ],
 )
 def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: str) -> None:
@@ -210,7 +210,7 @@ FREE = {
     "BatchSampler": "batch_size",
     "BlendedBatchSampler": "batch_size",
     "ClusteredBatchSampler": "batch_size",
-    "CurriculumBatchSampler": "batch_size",
+    "CurriculumBatchSampler": "batch_size total_steps",
     "EmbeddingDataModule": "batch_size cache_dir num_workers",
     "FromScratch": "attn_implementation",
     "HeadSettings": "tile_logits",

@@ -91,6 +91,8 @@ class CurriculumBatchSampler(BatchSampler):
         missing_level: For rows that lack a level: `refuse` ends the run before its first step. `coarser` uses the
             nearest coarser level of the row, or no hard negatives if it has none. Negatives without levels are used at
             every step.
+        total_steps: Optimiser steps over which the levels are spread, or None for the steps of the run. A longer run
+            stays at the last level.
 
     Source: MGH, §2.1 and §4.1. Differs: see `level_of`.
     """
@@ -107,6 +109,7 @@ class CurriculumBatchSampler(BatchSampler):
         fractions: Sequence[float] | None = None,
         level: int | None = None,
         missing_level: MissingLevel = "refuse",
+        total_steps: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed)
         if order not in get_args(LevelOrder):
@@ -120,6 +123,7 @@ class CurriculumBatchSampler(BatchSampler):
         self.fractions = EQUAL_FRACTIONS if fractions is None else _checked(fractions)
         self.level = level
         self.missing_level: MissingLevel = missing_level
+        self.total_steps = total_steps
         self.inner = inner(sizes, batch_size, seed, [1.0] * len(sizes) if weights is None else weights)
         self._run = RunLength(batches_per_epoch=1)
 
@@ -184,9 +188,10 @@ class CurriculumBatchSampler(BatchSampler):
     @property
     def _total_steps(self) -> int:
         """Optimiser steps over which the levels are spread."""
-        if self._run.total_steps is None:
+        total_steps = self.total_steps or self._run.total_steps
+        if total_steps is None:
             raise OptionError("trainer.max_steps", None, "must be known to spread the levels", "set it, or max_epochs")
-        return self._run.total_steps
+        return total_steps
 
 
 def _checked(fractions: Sequence[float]) -> tuple[float, ...]:

@@ -87,7 +87,7 @@ def test_the_rows_are_those_of_the_inner_sampler(make):
 def test_a_run_with_another_curriculum_or_other_steps_does_not_resume(make):
     for change in (
         *({"order": "reverse"}, {"order": "fixed", "level": 2}, {"fractions": [0.4, 0.3, 0.2, 0.1]}),
-        {"missing_level": "coarser"},
+        *({"total_steps": 99}, {"missing_level": "coarser"}),
     ):
         refused(OptionError, "as in the checkpoint", make(**change).check_same_plan, make().plan_fields())
     run = RunLength(batches_per_epoch=10, total_steps=20)
@@ -236,6 +236,18 @@ def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(tmp_
     data_module(tmp_path).prepare_data()
     for result in run_on_two_ranks(levels_on_two_ranks):
         check_ledger(result["seen"], 4, "coarse_to_fine", num_texts=2)
+
+
+def test_a_curriculum_longer_than_the_run_continues_in_the_next_run(tmp_path):
+    """With `total_steps`, a curriculum is longer than a run that ends early."""
+    seen = []
+    for max_steps, checkpoint in ((7, None), (16, tmp_path / "step=7.ckpt")):
+        module = LevelLedger()
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+        trainer = quiet_trainer(enable_checkpointing=True, max_steps=max_steps, callbacks=[saving])
+        trainer.fit(module, data_module(tmp_path, total_steps=16), ckpt_path=checkpoint)
+        seen += module.rows
+    assert [row[:2] for row in seen] == [[step, 4 - step // 4] for step in range(16)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
