@@ -208,6 +208,7 @@ class ClusteredBatchSampler(BatchSampler):
             name for each source. Environment variables (`$DATA`, `${DATA}`) and `~` are expanded.
         order: `nearest`: a greedy tour from each cluster to the nearest unvisited one, so that the clusters of a batch
             are similar; `random`: a random order.
+        across_ranks: `one_block` or `own_blocks`, one for each rank; `auto`: as the loss of the module requires.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: see `nearest_order` and
         `PackedClusters`.
@@ -222,6 +223,7 @@ class ClusteredBatchSampler(BatchSampler):
         *,
         clusters: str | dict[str, str],
         order: Literal["nearest", "random"] = "nearest",
+        across_ranks: Literal["auto", "one_block", "own_blocks"] = "auto",
     ) -> None:
         super().__init__(batch_size, seed)
         self._first_rows = list(accumulate(sizes, initial=0))
@@ -229,6 +231,7 @@ class ClusteredBatchSampler(BatchSampler):
             rule = "cannot take effect, because every row is used once per epoch"
             raise OptionError("data.sources[].weight", list(weights), rule, "leave the weights out")
         self.sizes, self.order, self.clusters = tuple(sizes), order, clusters
+        self.across_ranks = across_ranks
         self._gathers_candidates = True
         self._folders: tuple[ClusterFolder, ...] = ()
         self._packed: dict[int, tuple[tuple[int, int], PackedClusters]] = {}
@@ -256,7 +259,7 @@ class ClusteredBatchSampler(BatchSampler):
         steps = self._last_blocks()[-1] // self._blocks_per_step
         if steps == 0:
             rule = f"must leave a block for each of {self._blocks_per_step} ranks"
-            raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or add data")
+            raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or set across_ranks: one_block")
         return steps
 
     def plan_fields(self) -> dict[str, int | str]:
@@ -274,7 +277,8 @@ class ClusteredBatchSampler(BatchSampler):
     @property
     def _blocks_per_step(self) -> int:
         """Blocks per step: one, or one for each rank."""
-        return 1 if self._gathers_candidates else self.rank_and_size[1]
+        own_blocks = not self._gathers_candidates if self.across_ranks == "auto" else self.across_ranks == "own_blocks"
+        return self.rank_and_size[1] if own_blocks else 1
 
     @property
     def _block_size(self) -> int:

@@ -43,12 +43,11 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def make(root):
-    def maker(batch_size=4, gathers=True, **options):
+    def maker(batch_size=4, **options):
         names = options.pop("names", NAMES)
         sizes = options.pop("sizes", [SIZES[name] for name in names])
         sampler = ClusteredBatchSampler(sizes, batch_size, **{"clusters": str(root), **options})
         sampler.identify([SourceIdentity(name, f"key of {name}") for name in names])
-        sampler.set_needs(BatchNeeds(gathers_candidates=gathers))
         return sampler
 
     return maker
@@ -95,7 +94,7 @@ def test_a_damaged_missing_or_foreign_folder_is_named_in_one_line(name, tmp_path
     refused(InputError, "no manifest", ClusterFolder, tmp_path)
 
 
-OWN = {"gathers": False}
+OWN = {"across_ranks": "own_blocks"}
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
@@ -173,7 +172,7 @@ def test_invalid_options_are_refused_in_one_line(make, options, message):
 def test_a_batch_larger_than_the_sources_of_all_ranks_is_refused(make):
     says = r"largest source \(batch_size x 2 ranks\), got 46"
     refused(OptionError, says, len, placed(make(46), 0, 2))
-    says = r"must leave a block for each of 2 ranks, got 46; lower it, or add data"
+    says = r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block"
     refused(OptionError, says, len, placed(make(46, **OWN), 0, 2))
 
 
