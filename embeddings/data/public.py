@@ -1,5 +1,7 @@
 """Public data sets: the location of each source of a recipe, and the conversion of its rows to a training file."""
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,11 +11,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
 from embeddings.common.io import atomic_path, check_file_manifest, file_sha256, write_file_manifest
-from embeddings.common.jobs import finished_manifest, manifest_path, progress_bar
+from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.text import canonical, shorten
 from embeddings.data.readers import resolve_revision, unreachable
@@ -217,33 +220,47 @@ class PublicTable:
         return sorted({source.collection for source in self.sources if source.key in keys and source.collection})
 
 
-# Rows that are converted and written at once.
-GROUP_ROWS = 16_384
+# Rows per part: the maximum that a kill loses, and that is in memory at once.
+PART_ROWS = 16_384
 
 
 def _stream(
     source: PublicSource, subset: str | None, split: str | list[str], commit: str | None, mirror: Path | None
-) -> Iterator[Mapping[str, Any]]:
-    """The rows of one or several splits of a data set, without a copy on disk."""
-    from datasets import load_dataset  # slow to import
+) -> Any:
+    """One or several splits of a data set as a `datasets.IterableDataset`, without a copy on disk."""
+    from datasets import concatenate_datasets, load_dataset  # slow to import
 
     path = str(source.repository if mirror is None else mirror / str(source.repository))
     if mirror is not None and not Path(path).is_dir():
         raise InputError(f"hub:{source.repository}", f"is not in {mirror}", "download it to that folder")
     options = {} if source.data_files is None else {"data_files": source.data_files}
+    with _reading(source):
+        splits = [
+            load_dataset(path, subset, split=name, revision=commit, streaming=True, **options)
+            for name in names_of(split)
+        ]
+        return splits[0] if len(splits) == 1 else concatenate_datasets(splits)
+
+
+@contextmanager
+def _reading(source: PublicSource) -> Iterator[None]:
     try:
-        for name in names_of(split):
-            yield from load_dataset(path, subset, split=name, revision=commit, streaming=True, **options)
+        yield
     # `datasets` raises errors of several libraries, which change between its versions.
     except Exception as error:
         raise unreachable(str(source.repository), error) from error
+
+
+def _rows(source: PublicSource, stream: Any) -> Iterator[Mapping[str, Any]]:
+    with _reading(source):
+        yield from stream
 
 
 def check_source(source: PublicSource, mirror: Path | None = None) -> None:
     """Read the first row of a source; an `InputError` if it is missing, gated or unreachable."""
     commit = None if mirror else resolve_revision(str(source.repository), source.revision)
     subset = "default" if source.kind == "beir" else source.subset
-    next(_stream(source, subset, source.split, commit, mirror), None)
+    next(_rows(source, _stream(source, subset, source.split, commit, mirror)), None)
 
 
 def fetch_source(
@@ -251,29 +268,59 @@ def fetch_source(
 ) -> dict[str, Any]:
     """Write the first `limit` rows of a source, or every `every`-th, to a Parquet file; returns its manifest.
 
-    Rows are streamed from the Hub, or from the folder `mirror` with data sets as `ORGANISATION/NAME`. Rows without a
-    text, and rows that the reader of the file would refuse, are left out and counted. For `beir`, the documents are
-    written to `NAME.corpus.parquet` too. A complete file is reused. A data set that is missing, gated, changed or has
-    no usable row, and another file at `output`, are an `InputError`.
+    Rows are streamed from the Hub, or from the folder `mirror` with data sets as `ORGANISATION/NAME`, and written in
+    parts with the position in the source, so that a killed job resumes after its last part. Rows without a text, and
+    rows that the reader of the file would refuse, are left out and counted. For `beir`, the documents are written to
+    `NAME.corpus.parquet` too. A complete file is reused. A data set that is missing, gated, changed or has no usable
+    row, and another file at `output`, are an `InputError`.
     """
     fields = {"kind": "public data", "source": source.recipe, "limit": limit}
     if (found := finished_manifest(output, fields)) is not None:
         return found
-    commit = None if mirror else resolve_revision(str(source.repository), source.revision)
-    made = {"source": source.recipe, "commit": commit, "licence": source.licence}
-    (schema, parse), columns = KINDS[str(source.kind)], source.columns
-    every = source.every if limit is None else 1
+    work = output.with_name(f"{output.name}.work")
+    with discard_on_user_error(work, unless=lambda: any(work.glob("*.parquet"))):
+        commit = None if mirror else resolve_revision(str(source.repository), source.revision)
+        commit = JobFolder(work, fields, {"commit": commit}).fields["commit"]
+        made = {"source": source.recipe, "commit": commit, "licence": source.licence}
+        facts = _write_parts(work, source, output, mirror, limit, made)
+        if not facts["rows"]:
+            shutil.rmtree(work)
+            reason = f" ({facts['left_out_first']})" if facts["left_out"] else ""
+            raise InputError(f"hub:{source.repository}", f"has no usable row{reason}", "leave the source out")
+        with _output(output, KINDS[str(source.kind)][0], {**fields, **made, **facts}) as write:
+            for part in sorted(work.glob("*.parquet")):
+                write(pq.read_table(part).replace_schema_metadata(None))
+    shutil.rmtree(work)
+    if facts["left_out"]:
+        logger.warning("%s: %d rows left out (%s)", source.key, facts["left_out"], facts["left_out_first"])
+    return check_file_manifest(manifest_path(output), fields)
+
+
+def _write_parts(
+    work: Path, source: PublicSource, output: Path, mirror: Path | None, limit: int | None, made: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the missing parts; returns the number of rows written and left out, and the first reason."""
+    (schema, parse), columns, every = KINDS[str(source.kind)], source.columns, source.every if limit is None else 1
     if source.kind == "beir":
-        rows, columns = _join(source, output, mirror, limit, made), {"query": "query", "positive": "positive"}
+        stream, columns, every = (
+            _join(source, output, mirror, limit, made),
+            {"query": "query", "positive": "positive"},
+            1,
+        )
     else:
-        rows = islice(_stream(source, source.subset, source.split, commit, mirror), 0, limit, every)
+        stream = _stream(source, source.subset, source.split, made["commit"], mirror)
     used = {name for names in columns.values() for name in names_of(names)}
+    parts = sorted(work.glob("*.parquet"))
     facts: dict[str, Any] = {"rows": 0, "left_out": 0, "left_out_first": None}
-    with (
-        _output(output, schema, {**fields, **made}, facts) as write,
-        progress_bar(limit or (source.rows and -(-source.rows // every)), source.key, "row") as bar,
-    ):
-        while group := list(islice(rows, GROUP_ROWS)):
+    if parts:
+        note = json.loads(pq.read_schema(parts[-1]).metadata[b"note"])
+        facts = note["facts"]
+        stream.load_state_dict(note["state"])
+    rows = islice(_rows(source, stream), None if limit is None else limit - facts["rows"] - facts["left_out"])
+    total = limit or (source.rows and -(-source.rows // every))
+    with progress_bar(total, source.key, "row", initial=facts["rows"]) as bar:
+        # Stops after PART_ROWS * every rows, so that the next part starts at a multiple of `every`.
+        while group := list(islice(rows, 0, PART_ROWS * every, every)):
             if missing := sorted(used - set(group[0])):
                 what = f"has no column {missing[0]!r} among {shorten(', '.join(map(str, group[0])), 80)}"
                 raise InputError(f"hub:{source.repository}", what, "the data set has changed; leave the source out")
@@ -288,25 +335,21 @@ def fetch_source(
                     facts["left_out_first"] = facts["left_out_first"] or str(fault)
             facts["rows"] += len(records)
             facts["left_out"] += len(group) - len(records)
-            write(pa.Table.from_pylist(records, schema))
+            note = json.dumps({"facts": facts, "state": stream.state_dict()})
+            parts.append(work / f"rows-{len(parts):05d}.parquet")
+            with atomic_path(parts[-1]) as temporary:
+                pq.write_table(pa.Table.from_pylist(records, schema.with_metadata({"note": note})), temporary)
             bar.update(len(records))
-        if not facts["rows"]:
-            reason = f" ({facts['left_out_first']})" if facts["left_out"] else ""
-            raise InputError(f"hub:{source.repository}", f"has no usable row{reason}", "leave the source out")
-    if facts["left_out"]:
-        logger.warning("%s: %d rows left out (%s)", source.key, facts["left_out"], facts["left_out_first"])
-    return check_file_manifest(manifest_path(output), fields)
+    return facts
 
 
 @contextmanager
-def _output(
-    output: Path, schema: pa.Schema, fields: Mapping[str, Any], facts: Mapping[str, Any]
-) -> Iterator[Callable[[pa.Table], None]]:
+def _output(output: Path, schema: pa.Schema, fields: Mapping[str, Any]) -> Iterator[Callable[[pa.Table], None]]:
     """Write a file with a manifest; the file comes last, so it never exists without a manifest."""
     with atomic_path(output) as temporary:
         with table_writer(temporary, schema) as write:
             yield write
-        write_file_manifest(manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
+        write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(temporary)})
 
 
 def corpus_path(output: Path) -> Path:
@@ -314,16 +357,16 @@ def corpus_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.corpus.parquet")
 
 
-def _join(
-    source: PublicSource, output: Path, mirror: Path | None, limit: int | None, made: Mapping[str, Any]
-) -> Iterator[Mapping[str, Any]]:
-    """The pair of each qrel above 0, in the order of the qrels; writes the documents' file.
+def _join(source: PublicSource, output: Path, mirror: Path | None, limit: int | None, made: Mapping[str, Any]) -> Any:
+    """The pair of each qrel above 0, in the order of the qrels, as an `IterableDataset`; writes the documents' file.
 
     With a limit, only the documents of the pairs are written. A qrel with a missing text becomes a row without a text,
     which is left out later.
     """
+    from datasets import Dataset
+
     qrels, queries, corpus = (
-        _stream(source, subset, split, made["commit"], mirror)
+        _rows(source, _stream(source, subset, split, made["commit"], mirror))
         for subset, split in (("default", source.split), ("queries", "queries"), ("corpus", "corpus"))
     )
     judged = ((str(row["query-id"]), str(row["corpus-id"])) for row in qrels if float(row["score"]) > 0)
@@ -331,8 +374,8 @@ def _join(
     asked, relevant = {query for query, _ in pairs}, {document for _, document in pairs}
     query_texts = {str(row["_id"]): one_text(row, "text") for row in queries if str(row["_id"]) in asked}
     document_texts = {}
-    with _output(corpus_path(output), _CORPUS, {"kind": "public corpus", **made}, {}) as write:
-        while group := list(islice(corpus, GROUP_ROWS)):
+    with _output(corpus_path(output), _CORPUS, {"kind": "public corpus", **made}) as write:
+        while group := list(islice(corpus, PART_ROWS)):
             documents = []
             for row in group:
                 name, text = str(row["_id"]), one_text(row, ["title", "text"])
@@ -341,5 +384,8 @@ def _join(
                 if text and (limit is None or name in relevant):
                     documents.append({"_id": name, "title": one_text(row, "title"), "text": one_text(row, "text")})
             write(pa.Table.from_pylist(documents, _CORPUS))
-    for query, document in pairs:
-        yield {"query": query_texts.get(query, ""), "positive": document_texts.get(document, "")}
+    texts = {
+        "query": [query_texts.get(query, "") for query, _ in pairs],
+        "positive": [document_texts.get(document, "") for _, document in pairs],
+    }
+    return Dataset.from_dict(texts).to_iterable_dataset()

@@ -10,7 +10,7 @@ import pytest
 
 from embeddings.cli.configs import read_recipes
 from embeddings.common import InputError, OptionError
-from embeddings.common.io import file_sha256
+from embeddings.common.io import atomic_path, file_sha256
 from embeddings.data import SourceConfig
 from embeddings.data import public as module
 from embeddings.data.public import KINDS, PublicTable, fetch_source
@@ -78,13 +78,47 @@ def test_each_kind_is_converted_to_rows_that_training_reads(name, tmp_path):
     assert len(cached.table) == count * (2 if conversion == "sts" else 1)
 
 
-def test_groups_of_rows_give_the_file_of_one_group(tmp_path, monkeypatch):
-    source = replace(place("several splits"), every=2)
-    whole, one = fetched(source, tmp_path / "a", num_rows=21)[1:]
-    monkeypatch.setattr(module, "GROUP_ROWS", 4)
-    grouped, other = fetched(source, tmp_path / "b", num_rows=21)[1:]
-    assert other == one
-    assert grouped["rows"] == whole["rows"] == -(-13 * 21 // 2)
+class Killed(BaseException):
+    """Ends a process; no code catches it."""
+
+
+def kill_after_one_part(monkeypatch):
+    """Each process ends before its second part."""
+    monkeypatch.setattr(module, "PART_ROWS", 4)
+    written = []
+
+    def write(path):
+        if path.name.startswith("rows-"):
+            if written:
+                written.clear()
+                raise Killed
+            written.append(path)
+        return atomic_path(path)
+
+    monkeypatch.setattr(module, "atomic_path", write)
+
+
+@pytest.mark.parametrize("name", ["several splits", "JSON lines", "beir", "passages and converted files"])
+def test_a_killed_job_resumes_after_its_last_part_with_the_same_bytes(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART_ROWS", 4)
+    source = replace(place(name), every=2)
+    if name == "several splits":
+        source = replace(source, split=source.split[:3])
+    whole, _, rows = fetched(source, tmp_path / "whole", num_rows=21)
+    mirror, output = tmp_path / "whole" / "hub", tmp_path / "again.parquet"
+    kill_after_one_part(monkeypatch)
+    kills = 0
+    for _ in range(40):
+        try:
+            fetch_source(source, output, mirror)
+            break
+        except Killed:
+            kills += 1
+    assert kills == -(-len(rows) // 4) - 1 > 1
+    assert output.read_bytes() == whole.read_bytes()
+    if name == "beir":
+        names = [path.with_name(f"{path.stem}.corpus.parquet") for path in (output, whole)]
+        assert names[0].read_bytes() == names[1].read_bytes()
 
 
 def test_a_negative_that_is_the_query_or_a_positive_is_removed(tmp_path):
