@@ -16,7 +16,6 @@ from embeddings.common.io import atomic_path
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings, canonical
-from embeddings.data.readers import row_in_memory
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
 from embeddings.data.sources import ROWS_FOLDER, SourceConfig, fill_path
@@ -149,7 +148,7 @@ def source_from_rows(
     written, digest = root / ROWS_FOLDER / f"{uuid.uuid4().hex}.jsonl", hashlib.sha256()
     with writing_cache(root), atomic_path(written) as temporary, open(temporary, "wb") as file:
         for number, row in enumerate(rows):
-            line = _json_line(row, row_in_memory(name, number))
+            line = _json_line(row, f"source {name!r}: rows[{number}]")
             digest.update(line)
             file.write(line)
         if not file.tell():

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from embeddings.common.errors import InputError, OptionError, program
 from embeddings.common.io import check_regular, file_sha256, read_json_or_empty, write_json
 from embeddings.common.text import TextSettings
-from embeddings.data.readers import HubReader, JsonlReader, Reader, open_reader, resolve_revision
+from embeddings.data.readers import HubReader, Reader, open_reader, resolve_revision
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
 
 Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_label", "sts"]
@@ -31,7 +31,6 @@ _MAX_NAMED_FILES = 3
 HASHES = "hashes"
 # The folder of the rows that were passed to `source_from_rows`, in files named by their SHA-256.
 ROWS_FOLDER = "rows"
-_IN_MEMORY = re.compile(rf"/{ROWS_FOLDER}/[0-9a-f]{{64}}\.jsonl$")
 
 _FIELDS: dict[Conversion, tuple[str, ...]] = {
     "pairs": RECORD_FIELDS,
@@ -320,7 +319,7 @@ class SourceInputs:
     """
 
     def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:
-        self._is_hub, self._name = source.is_hub, source.name
+        self._is_hub = source.is_hub
         self._files: list[HashedFile] = []
         self.identity: list[dict[str, Any]]
         if source.is_hub:
@@ -341,11 +340,7 @@ class SourceInputs:
         if self._is_hub:
             (hub,) = self.identity
             return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
-        readers = [open_reader(file.path, columns, required) for file in self._files]
-        for reader in readers:
-            if isinstance(reader, JsonlReader) and _IN_MEMORY.search(reader.path.as_posix()):
-                reader.in_memory = self._name
-        return readers
+        return [open_reader(file.path, columns, required) for file in self._files]
 
     def require_unchanged(self) -> None:
         """Check that the files are unchanged since they were hashed."""

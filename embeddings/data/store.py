@@ -6,17 +6,18 @@ A folder is named by the hash of the files and the settings; the key of a source
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,20 +31,26 @@ from embeddings.common.io import (
     check_manifest,
     folder_hashes,
     load_array,
-    text_hash,
     write_manifest,
 )
 from embeddings.common.jobs import progress_bar
 from embeddings.common.process import is_first_process, logger
-from embeddings.data.readers import Reader, Row
+from embeddings.common.text import canonical
+from embeddings.data.readers import Block, Reader
 from embeddings.data.records import (
     PAIR_FIELDS,
+    Columns,
+    Negative,
     Record,
+    UsualPairs,
     look_alikes,
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
     substitute_columns,
+    usual_labelled_texts,
+    usual_pairs,
+    usual_scored_pairs,
 )
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 
@@ -52,12 +59,12 @@ SCHEMA_VERSION = 3
 ROWS_FILE = "rows.arrow"
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
-# Maximum open batches, 10 KB each.
-_MAX_OPEN_BATCHES = 1024
+# Slices of a batch beyond which gathering its rows at once is faster.
+_MAX_SLICES = 6
+# Rows that are checked together; if one is unusual, all are parsed one by one.
+_GROUP_ROWS = 64
 DEFAULT_MIN_SCORE = 4.0
 _NUM_COLUMN_ROWS, _MAX_NAMED_SUSPECTS = 100, 3
-MAX_LANGUAGES = 1 << 16
-_PROGRESS_ROWS = 1024
 _FIX = "delete the folder and run again"
 _SETTINGS = ("layout", "columns", "min_score", "suspect_rows")
 _SCHEMA = pa.schema(
@@ -72,6 +79,9 @@ _SCHEMA = pa.schema(
     ]
 )
 Int64s = NDArray[np.int64]
+T = TypeVar("T")
+ParseUsual = Callable[[Sequence[Mapping[str, Any]], Columns], list[T] | None]
+Parse = Callable[[Mapping[str, Any], Columns, str], T]
 
 
 class StoredRow(NamedTuple):
@@ -92,27 +102,47 @@ class StoredRow(NamedTuple):
 
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`, one batch in memory at a time; returns their number."""
+    remaining = iter(rows)
+    return _write_columns(
+        folder, (zip(*group, strict=True) for group in iter(lambda: [*islice(remaining, _GROUP_ROWS)], []))
+    )
+
+
+def _write_columns(folder: Path, groups: Iterable[Iterable[Sequence[Any]]]) -> int:
+    """`write_table` of groups of rows, each as the columns of `StoredRow`."""
     num_rows = 0
     with pa.OSFile(str(folder / ROWS_FILE), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for batch in _batches(rows):
-            columns = zip(zip(*batch, strict=True), _SCHEMA, strict=True)
-            arrays = [pa.array(values, type=field.type) for values, field in columns]
+        for columns in _batches(groups):
+            arrays = [pa.array(values, type=field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
             writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
-            num_rows += len(batch)
+            num_rows += len(columns[0])
     return num_rows
 
 
-def _batches(rows: Iterable[StoredRow]) -> Iterator[list[StoredRow]]:
-    batch: list[StoredRow] = []
-    characters = 0
-    for row in rows:
-        batch.append(row)
-        characters += len(row.query) + sum(map(len, row.positives)) + sum(map(len, row.negatives))
-        if len(batch) >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
+def _batches(groups: Iterable[Iterable[Sequence[Any]]]) -> Iterator[list[list[Any]]]:
+    """The columns of batches, each of which ends with the row that reaches one of the limits."""
+    batch, characters = _empty_columns(), 0
+    for columns in map(list, groups):
+        queries, positives, negatives, *_ = columns
+        total = sum(map(len, chain(queries, chain.from_iterable(positives), chain.from_iterable(negatives))))
+        if len(batch[0]) + len(queries) < MAX_BATCH_ROWS and characters + total < MAX_BATCH_CHARACTERS:
+            for held, values in zip(batch, columns, strict=True):
+                held.extend(values)
+            characters += total
+            continue
+        for row in zip(*columns, strict=True):
+            for held, value in zip(batch, row, strict=True):
+                held.append(value)
+            characters += len(row[0]) + sum(map(len, chain(*row[1:3])))
+            if len(batch[0]) >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
+                yield batch
+                batch, characters = _empty_columns(), 0
+    if batch[0]:
         yield batch
+
+
+def _empty_columns() -> list[list[Any]]:
+    return [[] for _ in _SCHEMA]
 
 
 class Table:
@@ -126,16 +156,12 @@ class Table:
             with open(folder / ROWS_FILE, "rb") as file:
                 data = pa.py_buffer(mmap(file.fileno(), 0, access=ACCESS_READ))
             # Arrow's threads do not survive the fork that starts a worker.
-            self._file = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(use_threads=False))
-            self._batch = lru_cache(_MAX_OPEN_BATCHES)(self._file.get_batch)
-            sizes, num_scores = [0], 0
-            for columns in self._batches():
-                sizes.append(len(columns["label"]))
-                num_scores += len(columns["scores"].values)
+            reader = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(use_threads=False))
+            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            self.has_scores = any(len(batch["scores"].values) for batch in self._batches)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise damaged(folder) from error
-        self.has_scores = num_scores > 0
-        self._start_R = np.cumsum(sizes, dtype=np.int64)
+        self._start_R = np.cumsum([0, *map(len, self._batches)])
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
         return Table, (self.folder,)
@@ -167,16 +193,16 @@ class Table:
 
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
-        return np.concatenate([np.empty(0, np.int32), *(columns["label"].to_numpy() for columns in self._batches())])
+        return np.concatenate([np.empty(0, np.int32), *(batch["label"].to_numpy() for batch in self._batches)])
 
     def row_levels(self) -> Iterator[NDArray[np.uint8]]:
         """The levels of the negatives of each row as bit masks (bit l: level l), batch by batch, (rows,)."""
-        for columns in self._batches():
-            starts = columns["levels"].offsets.to_numpy()
+        for batch in self._batches:
+            starts = batch["levels"].offsets.to_numpy()
             has_negatives = starts[:-1] < starts[1:]
             masks = np.zeros(len(has_negatives), dtype=np.uint8)
             if has_negatives.any():
-                bits = np.left_shift(np.uint8(1), columns["levels"].values.to_numpy().astype(np.uint8))
+                bits = np.left_shift(np.uint8(1), batch["levels"].values.to_numpy().astype(np.uint8))
                 masks[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
             yield masks
 
@@ -197,17 +223,20 @@ class Table:
         if outside_N.any():
             raise IndexError(f"row {index_N[outside_N][0]} of {len(self)}")
         batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
-        schema = pa.schema([_SCHEMA.field(name) for name in names])
-        parts, order = [], [np.empty(0, np.int64)]
-        for batch in np.unique(batch_N).tolist():
-            order.append(np.flatnonzero(batch_N == batch))
-            rows = index_N[order[-1]] - self._start_R[batch]
-            parts.append(self._batch(batch).select(names).take(pa.array(rows)))
-        taken = pa.Table.from_batches(parts, schema).take(pa.array(np.argsort(np.concatenate(order))))
+        local_N = index_N - self._start_R[batch_N]
+        batches = np.unique(batch_N).tolist()
+        # Consecutive rows of a batch are one slice.
+        first = np.flatnonzero((np.diff(index_N, prepend=-2) != 1) | (np.diff(batch_N, prepend=-1) != 0))
+        if len(first) <= _MAX_SLICES * len(batches):
+            lengths = np.diff(first, append=len(index_N)).tolist()
+            slices = zip(batch_N[first].tolist(), local_N[first].tolist(), lengths, strict=True)
+            parts = [self._batches[batch].slice(start, length) for batch, start, length in slices]
+            taken = pa.Table.from_batches(parts, _SCHEMA).select(names).combine_chunks()
+        else:
+            parts = [self._batches[batch].select(names).take(pa.array(local_N[batch_N == batch])) for batch in batches]
+            order_N = np.argsort(np.argsort(batch_N, kind="stable"))
+            taken = pa.Table.from_batches(parts).combine_chunks().take(pa.array(order_N))
         return [column.to_pylist() for column in taken.columns]
-
-    def _batches(self) -> Iterator[Any]:
-        return map(self._batch, range(self._file.num_record_batches))
 
 
 def damaged(folder: Path) -> InputError:
@@ -246,7 +275,7 @@ class Facts:
 
     Attributes:
         labels: Code of each class, by its text, in order of appearance.
-        lone_text: Hash of the text of each class whose texts are all equal so far.
+        lone_text: Canonical text of each class whose texts are all equal so far.
         first_row: File and row of the first row of each class.
         longest_instruction: The longest instruction in a record, as (file and row, instruction).
         columns: Non-null columns of the first rows, in order of appearance.
@@ -254,20 +283,32 @@ class Facts:
     """
 
     labels: dict[str, int] = field(default_factory=dict)
-    lone_text: dict[int, int] = field(default_factory=dict)
+    lone_text: dict[int, str] = field(default_factory=dict)
     first_row: dict[int, str] = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)
     longest_instruction: tuple[str, str] | None = None
+    highest_score: float = -math.inf
     columns: dict[str, None] = field(default_factory=dict)
     substitutes: dict[str, str] = field(default_factory=dict)
 
-    def code(self, label: str | None, where: str) -> int:
-        """The code of a class, assigned at its first row; -1 without a class."""
+    def code(self, label: str | None, where: str, text: str | None = None) -> int:
+        """The code of a class, assigned at its first row; -1 without a class. `text` is a labelled text."""
         if label is None:
             return -1
+        is_new = label not in self.labels
         code = self.labels.setdefault(label, len(self.labels))
         self.first_row.setdefault(code, where)
+        if is_new and text is not None:
+            self.lone_text[code] = canonical(text)
+        elif text is not None and code in self.lone_text and self.lone_text[code] != canonical(text):
+            del self.lone_text[code]
         return code
+
+    def instruction(self, instruction: str | None, where: str) -> str:
+        """The instruction of a record, "" for none; notes the longest."""
+        if instruction and (self.longest_instruction is None or len(instruction) > len(self.longest_instruction[1])):
+            self.longest_instruction = (where, instruction)
+        return instruction or ""
 
     @property
     def lone_class(self) -> list[str] | None:
@@ -277,15 +318,16 @@ class Facts:
         code = min(self.lone_text)
         return [list(self.labels)[code], self.first_row[code]]
 
-    def noting_columns(self, config: SourceConfig, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield the rows, and record the columns of the first ones."""
-        wanted = PAIR_FIELDS if config.conversion == "pairs" else config.fields
-        for number, row in enumerate(rows):
-            if number < _NUM_COLUMN_ROWS:
-                self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
-                substitutes = {} if any(config.columns.values()) else substitute_columns(row.fields, wanted)
+    def noting_columns(self, config: SourceConfig, blocks: Iterable[Block]) -> Iterator[Block]:
+        """The same blocks; notes the columns of the first rows."""
+        wanted, num_left = PAIR_FIELDS if config.conversion == "pairs" else config.fields, _NUM_COLUMN_ROWS
+        for block in blocks:
+            for row in block.fields[:num_left]:
+                self.columns |= dict.fromkeys(str(name) for name, value in row.items() if value is not None)
+                substitutes = {} if any(config.columns.values()) else substitute_columns(row, wanted)
                 self.substitutes |= {name: field for field, names in substitutes.items() for name in names}
-            yield row
+            num_left = max(0, num_left - len(block.fields))
+            yield block
 
     def unused_columns(self, config: SourceConfig) -> dict[str, str]:
         """Unused columns whose names resemble a field of a record, each with the field; "" for a score."""
@@ -305,69 +347,81 @@ def min_score(config: SourceConfig) -> float:
     return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
 
 
-def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
-    """The rows to store, in the order of the source; adds to `facts`."""
-    convert = _convert_labelled if layout(config.conversion) == "labelled" else _convert_records
-    return convert(config, rows, facts)
+def convert(config: SourceConfig, blocks: Iterable[Block], facts: Facts) -> Iterator[Iterable[Sequence[Any]]]:
+    """The rows to store, in the order of the source, as columns of `StoredRow`; adds to `facts`."""
+    for group in _groups(blocks):
+        usual = usual_pairs(group.fields, config.columns) if config.conversion == "pairs" else None
+        if usual is not None:
+            yield _usual_columns(group, usual, facts)
+        elif rows := list(_stored_rows(config, group, facts)):
+            yield zip(*rows, strict=True)
+    threshold = min_score(config)
+    if config.conversion == "sts" and facts.highest_score < threshold:
+        what = f"no pair reaches the score {threshold:g} (the highest is {facts.highest_score:g})"
+        raise InputError(f"source {config.name!r}", what, "set min_score to the scale of the source")
 
 
-def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
+def _groups(blocks: Iterable[Block]) -> Iterator[Block]:
+    for name, numbers, fields in blocks:
+        for start in range(0, len(fields), _GROUP_ROWS):
+            part = slice(start, start + _GROUP_ROWS)
+            yield Block(name, numbers[part], fields[part])
+
+
+def _usual_columns(group: Block, pairs: UsualPairs, facts: Facts) -> Sequence[Sequence[Any]]:
+    count = len(pairs.query)
+    labels, instructions = [-1] * count, [""] * count
+    if any(pairs.label) or any(pairs.instruction):
+        places = [row.where for row in group.rows]
+        labels = list(map(facts.code, pairs.label, places))
+        instructions = list(map(facts.instruction, pairs.instruction, places))
+    levels = [(0,) * len(negatives) for negatives in pairs.negatives]
+    return pairs.query, pairs.positives, pairs.negatives, levels, labels, instructions, [()] * count
+
+
+def _stored_rows(config: SourceConfig, group: Block, facts: Facts) -> Iterator[StoredRow]:
+    if layout(config.conversion) == "labelled":
+        for where, (text, label) in _parsed(group, config, usual_labelled_texts, parse_labelled_text):
+            yield StoredRow(text, label=facts.code(label, where, text))
+        return
+    for where, record in _records(config, group, facts):
+        texts, levels = zip(*record.negatives, strict=True) if record.negatives else ((), ())
+        code, instruction = facts.code(record.label, where), facts.instruction(record.instruction, where)
+        yield StoredRow(record.query, record.positives, texts, levels, code, instruction, record.scores)
+
+
+def _records(config: SourceConfig, group: Block, facts: Facts) -> Iterator[tuple[str, Record]]:
     """The records that training uses, each with its file and row, in the order of the source.
 
     A pair of `sts` with a high enough score becomes two records, one in each direction. `facts` counts suspect records,
     which are used only under `suspect_rows: keep`.
     """
     if config.conversion == "sts":
-        yield from _scored_records(config, rows)
+        for where, (first, second, score) in _parsed(group, config, usual_scored_pairs, parse_scored_pair):
+            facts.highest_score = max(facts.highest_score, score)
+            if score >= min_score(config):
+                yield where, Record(first, (second,))
+                yield where, Record(second, (first,))
         return
-    any_usable = False
-    for where, fields in rows:
-        record = parse_record(fields, config.columns, where)
+    for where, record in _parsed(group, config, _usual_records, parse_record):
         if suspicion := record.suspicion:
             facts.suspects.note(where, suspicion)
-            if config.suspect_rows != "keep":
-                continue
-        any_usable = True
-        yield where, record
-    if not any_usable:
-        what = f"no row can be used: {facts.suspects}"
-        raise InputError(f"source {config.name!r}", what, "correct them, or set suspect_rows: keep")
+        if not suspicion or config.suspect_rows == "keep":
+            yield where, record
 
 
-def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
-    for where, record in usable_records(config, rows, facts):
-        texts = tuple(negative.text for negative in record.negatives)
-        levels = tuple(negative.level for negative in record.negatives)
-        instruction = record.instruction or ""
-        if len(instruction) > len((facts.longest_instruction or ("", ""))[1]):
-            facts.longest_instruction = (where, instruction)
-        code = facts.code(record.label, where)
-        yield StoredRow(record.query, record.positives, texts, levels, code, instruction, record.scores)
+def _usual_records(rows: Sequence[Mapping[str, Any]], columns: Columns) -> list[Record] | None:
+    if (usual := usual_pairs(rows, columns)) is None:
+        return None
+    query, positives, texts, *others = usual
+    return list(map(Record, query, positives, (tuple(map(Negative, each)) for each in texts), *others))
 
 
-def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
-    for where, fields in rows:
-        text, label = parse_labelled_text(fields, config.columns, where)
-        is_new = label not in facts.labels
-        code = facts.code(label, where)
-        if is_new:
-            facts.lone_text[code] = text_hash(text)
-        elif code in facts.lone_text and facts.lone_text[code] != text_hash(text):
-            del facts.lone_text[code]
-        yield StoredRow(text, label=code)
-
-
-def _scored_records(config: SourceConfig, rows: Iterable[Row]) -> Iterator[tuple[str, Record]]:
-    threshold, highest = min_score(config), float("-inf")
-    for where, fields in rows:
-        first, second, score = parse_scored_pair(fields, config.columns, where)
-        highest = max(highest, score)
-        if score >= threshold:
-            yield where, Record(first, (second,))
-            yield where, Record(second, (first,))
-    if highest < threshold:
-        what = f"no pair reaches the score {threshold:g} (the highest is {highest:g})"
-        raise InputError(f"source {config.name!r}", what, "set min_score to the scale of the source")
+def _parsed(group: Block, config: SourceConfig, usual: ParseUsual[T], parse: Parse[T]) -> Iterator[tuple[str, T]]:
+    """Each row parsed, with its file and row: together if all are usual, else one by one."""
+    found: Iterable[T] | None = usual(group.fields, config.columns)
+    for row, value in zip(group.rows, [None] * len(group.fields) if found is None else found, strict=True):
+        yield row.where, parse(row.fields, config.columns, row.where) if value is None else value
 
 
 def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
@@ -518,8 +572,8 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[s
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the job started", "start again")
-    rows = _with_progress(f"reading {config.name}", _readers(config, inputs))
-    yield from usable_records(config, rows, Facts())
+    facts, blocks = Facts(), _with_progress(f"reading {config.name}", _readers(config, inputs))
+    yield from (record for group in _groups(blocks) for record in _records(config, group, facts))
     inputs.require_unchanged()
 
 
@@ -531,9 +585,12 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
 def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
     facts = Facts()
     readers = _readers(config, inputs)
-    rows = facts.noting_columns(config, _with_progress(f"converting {config.name}", readers))
-    num_rows = write_table(folder, convert_rows(config, rows, facts))
+    blocks = _with_progress(f"converting {config.name}", readers)
+    num_rows = _write_columns(folder, convert(config, facts.noting_columns(config, blocks), facts))
     facts.suspects.check(config)
+    if num_rows == 0:
+        what = f"no row can be used: {facts.suspects}"
+        raise InputError(f"source {config.name!r}", what, "correct them, or set suspect_rows: keep")
     facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
     if identity["layout"] == "labelled":
         write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
@@ -561,20 +618,16 @@ def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:
     return inputs.readers(*columns)
 
 
-def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
+def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Block]:
     """The rows of all readers, with a progress bar."""
     sizes = [reader.total_bytes for reader in readers]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     with progress_bar(total, title, "row" if total is None else "B", unit_scale=True) as bar:
-        done = 0
         for reader in readers:
-            for number, row in enumerate(reader, start=1):
-                yield row
-                if number % _PROGRESS_ROWS == 0:
-                    bar.update(_PROGRESS_ROWS if total is None else done + reader.bytes_read - bar.n)
-            done += reader.bytes_read
-        if total is not None:
-            bar.update(total - bar.n)
+            done = bar.n
+            for block in reader.blocks():
+                yield block
+                bar.update(len(block.fields) if total is None else done + reader.bytes_read - bar.n)
 
 
 def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uint16]:
@@ -586,8 +639,5 @@ def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uin
             fix = "give every record one, or map it with columns: {language: YOUR_COLUMN}"
             raise InputError(where, "the record has no language", fix)
         code = codes.setdefault(record.language, len(codes))
-        if code == MAX_LANGUAGES:
-            what = f"language {record.language[:40]!r} exceeds the maximum of {MAX_LANGUAGES} languages"
-            raise InputError(where, what, "map the field language to the column of the language")
         code_N[row] = code
     return code_N

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -199,7 +199,7 @@ def shard_counts(mined: pa.Table) -> dict[str, int]:
 
 
 def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
-    originals = record_table([replace(record, negatives=(), scores=()) for record in records], graded)
+    originals = record_table([record._replace(negatives=(), scores=()) for record in records], graded)
     schema = output_schema(graded)
     columns = [(mined if name in mined.schema.names else originals)[name] for name in schema.names]
     table = pa.table(columns, schema=schema)

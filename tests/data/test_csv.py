@@ -86,12 +86,14 @@ HEADER = b"query,positive\n"
         (b"\n\n", "", "contains no rows"),
         (HEADER + b"q,p,r\n", ":2", "the row has 3 cells, and the header 2; quote texts that contain the separator"),
         (HEADER + b'q,"p\nr"\nq\n', ":4", "the row has 1 cells, and the header 2"),
-        (HEADER + b'q,"p"r\n', ":2", "text follows the closing quote of a cell; double the quotes"),
-        (HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9, ":3", "a quote in this row is not closed; close it"),
+        (HEADER + b'q,"p"r\n', ":2", "the row is not CSV ("),
+        (
+            HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9,
+            ":3",
+            "the row is not CSV (unexpected end of data); close the quotes of its cells",
+        ),
         (HEADER + b"q,\xff\n", ":2", "byte 3 of the row is not valid UTF-8"),
-        (HEADER + b'q,"' + b"x" * 999 + b"\n" + b"x" * 999 + b'"\n', ":2", "a cell is longer than 0 MiB"),
-        (HEADER + b"q," + b"x" * 2000 + b"\n", ":2", "the row is longer than 0 MiB"),
-        (b"query,positive\rq,p\r", ":1", "rows end with carriage returns only"),
+        (HEADER + b'q,"' + b"x" * 999 + b"\n" + b"x" * 999 + b'"\n', ":2", "the row is not CSV (field larger than"),
         (b"query,query\nq,p\n", "", "has two columns 'query'"),
     ],
 )
@@ -123,7 +125,7 @@ def test_cells_with_json_lists_are_lists_and_python_lists_are_refused_with_the_r
     assert (third.positives, third.negatives) == (("[1, 2]",), ())
     for name, text in (("negatives", "['n1', 'n2']"), ("positive", "['p1' 'p2']")):
         source = SourceConfig("a", str(write_csv(path, [*rows, {**rows[0], name: text}])))
-        says = rf"a\.csv:5: {name} is a Python list as text; write a JSON list, such as"
+        says = rf"a\.csv:5: {name} is a list as text; write it as a JSON list, such as"
         refused(InputError, says, open_cached, source, tmp_path / "cache")
 
 

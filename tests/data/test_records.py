@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -125,7 +124,7 @@ def test_texts_and_labels_are_compared_in_one_unicode_form_without_outer_white_s
 
 @pytest.mark.parametrize("text", ['["a", "b"]', "['a', 'b']", "['a' 'b']"])
 def test_negatives_that_are_a_list_as_text_are_refused_and_a_positive_may_be_one(text):
-    says = r"^f:1: negatives is a (JSON|Python) list as text; write it as a list, such as .* is a list of one$"
+    says = r"^f:1: negatives is a list as text; write it as a JSON list, such as .* is a list of one$"
     refused(InputError, says, parse_record, {**GOOD, "negatives": text}, {}, "f:1")
     record = parse_record({"query": "q", "positive": text, "negatives": [f" {text}", "[1]"]}, {}, "f:1")
     assert record == Record("q", (text,), (Negative(f" {text}"), Negative("[1]")))
@@ -228,7 +227,7 @@ PLAIN = [
     Record("q", ("p", "r", "東京 é\n"), (Negative("n"), Negative("m")), "a class", -0.5, "id 7", "what it is for"),
     Record("third", ("x",), (Negative("n"),), label="1", score=1e-300, language="sw"),
 ]
-SCORED = [replace(PLAIN[1], scores=(0.1, -2.0, 3.5, 1e-30, 4.0)), replace(PLAIN[2], scores=(7.0, -7.0)), PLAIN[0]]
+SCORED = [PLAIN[1]._replace(scores=(0.1, -2.0, 3.5, 1e-30, 4.0)), PLAIN[2]._replace(scores=(7.0, -7.0)), PLAIN[0]]
 GRADED = [*PLAIN[:1], Record("q", ("p",), (Negative("n", 1), Negative("m", 1), Negative("o", 4)), id="2")]
 
 

@@ -67,14 +67,6 @@ def test_rows_that_cannot_be_written_are_refused_and_nothing_is_left(tmp_path, r
     assert list((tmp_path / "rows").iterdir()) == []
 
 
-def test_a_bad_row_is_named_by_its_place_in_the_list(tmp_path):
-    rows = [*pairs(2), {"query": "q", "positive": None}]
-    source = source_from_rows(rows, name="a", cache_dir=tmp_path)
-    refused(InputError, r"^source 'a': rows\[2\]: positive is null", open_source, source, tmp_path / "other")
-    source = source_from_rows([{"anchor": "q", "positive": "p"}, {"anchor": None, "positive": "p"}], "b", tmp_path)
-    refused(InputError, r"^source 'b': rows\[1\]: query is null \(column 'anchor'\)", open_source, source, tmp_path)
-
-
 def test_bad_options_and_a_cache_that_is_a_file_are_refused(tmp_path):
     says = "weight must be a finite number > 0"
     refused(OptionError, says, source_from_rows, pairs(1), name="a", cache_dir=tmp_path, weight=0.0)

@@ -4,7 +4,6 @@ import gzip
 import math
 import re
 import sys
-import tracemalloc
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -160,13 +159,11 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         (LINE + b'{"query": "q", "posi', ":2", "the file ends in the middle of this row"),
         (LINE + '{"query": "naï'.encode()[:-1], ":2", "the file ends in the middle of this row"),
         (LINE + b'{"query": }\n' + LINE, ":2", "the row is not JSON at column 11"),
-        (b"query,positive\nq,p\n", ":1", "the file is a CSV table, but its name does not end in .csv or .tsv; name"),
-        (b'"query";"positive"', ":1", "the file is a CSV table"),
-        (LINE + b"query,positive\n", ":2", "the row is not JSON"),
-        (b'["q", "p"]\n', ":1", "the row is a JSON array, expected an object"),
+        (LINE + LINE.strip() * 2 + b"\n", ":2", "the row is not JSON at column 32"),
+        (LINE + b'{"query": "q",\n"positive": "p"}\n', ":2", "the row is not JSON"),
+        (b"query,positive\nq,p\n", ":1", "the row is not JSON"),
         (b'"q"\n', ":1", "the row is a JSON value, expected an object"),
-        (b"[\n" + LINE + b"]\n", ":1", "a JSON array starts here"),
-        (b'{"query": "a\x00b"}\n', ":1", "the row contains a NUL byte"),
+        (b"[\n" + LINE + b"]\n", ":1", "a JSON array starts here, expected an object"),
         (b"{" + b'"a":{' * 100_000 + b"}" * 100_001 + b"\n", ":1", "the JSON is nested too deeply"),
         (b'{"id": ' + b"9" * 5000 + b"}\n", ":1", "the row is not JSON"),
         (gzip.compress(LINE * 1000, mtime=0)[:-9], "", "the gzip data is truncated or damaged here"),
@@ -174,10 +171,9 @@ def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names_wit
         (b"\x1f\x8b", ":1", "the gzip data is truncated or damaged here"),
         (b"PAR1 is no Parquet", ":1", "the Parquet data is truncated or damaged"),
         ('{"query": "q"}'.encode("utf-32"), ":1", "the file is UTF-32"),
-        (b"BZh91AY&SY", ":1", "the file is compressed by bzip2; unpack it, or compress it by gzip"),
-        (b"PK\x03\x04\n", ":1", "the file is a zip archive; unpack it"),
-        (b"ARROW1\0\0", ":1", "the file is an Arrow file; write it as Parquet"),
-        (LINE.strip() + b"\r" + LINE.strip() + b"\r", ":1", "rows end with carriage returns only"),
+        (b"BZh91AY&SY", ":1", "the file is compressed by bzip2; save it as UTF-8 text, plain or gzipped"),
+        (b"PK\x03\x04\n", ":1", "the file is a zip archive"),
+        (b"ARROW1\0\0", ":1", "the file is an Arrow file"),
     ],
 )
 def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
@@ -212,7 +208,7 @@ def test_parquet_with_a_column_twice_cut_off_without_rows_or_with_broken_text_is
 def test_a_line_without_end_and_a_file_that_is_not_there_are_refused(tmp_path, monkeypatch):
     refused(InputError, r"gone\.jsonl: cannot be read \(No such file", read, tmp_path / "gone.jsonl")
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**20)
-    (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
+    (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**22 + b'"}\n')
     refused(InputError, r"a\.jsonl:2: the row is longer than 1 MiB", read, tmp_path / "a.jsonl")
 
 
@@ -270,21 +266,3 @@ def test_an_unreachable_hub_is_reported_in_one_line_with_a_fix(monkeypatch):
     )
     refused(InputError, says, resolve_revision, "org/name", None)
     refused(InputError, says, list, HubReader("org/name", None, "train", COMMIT))
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
-    """A few kilobytes of gzip can contain so many that reading takes hours."""
-    monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
-    path = tmp_path / f"blank{suffix}"
-    with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
-        file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')
-        for _ in range(20):
-            file.write(b"\n" * 2**20)
-    rows = iter(open_reader(path, ["query"], ["query"]))
-    assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
-    tracemalloc.start()
-    refused(InputError, rf"blank{suffix}:2003: 1000 consecutive blank lines; remove them", next, rows)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**20

@@ -11,13 +11,12 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data import SourceConfig, sources, store
-from embeddings.data.readers import Row
+from embeddings.data.readers import Block
 from embeddings.data.sources import HashedFile
 from embeddings.data.store import (
     Facts,
     StoredRow,
     cache_folder,
-    convert_rows,
     open_cached,
     read_languages,
     read_records,
@@ -32,47 +31,38 @@ CONVERT = """
 import sys
 from embeddings.data import SourceConfig, store
 from embeddings.data.store import open_cached
-parse = store.parse_record
-def pausing(fields, columns, where):
-    if where.endswith(":30"):
-        print("amid", flush=True)
-        sys.stdin.readline()
-    return parse(fields, columns, where)
-store.parse_record = pausing
+usual = store.usual_pairs
+def pausing(*rows):
+    print("amid", flush=True)
+    sys.stdin.readline()
+    return usual(*rows)
+store.usual_pairs = pausing
 print(len(open_cached(SourceConfig("a", sys.argv[1]), sys.argv[2]).table), flush=True)
 """
 
 
 @contextmanager
 def amid_conversion(path, root):
-    """Another process that has reached row 30 of the conversion and waits for a line to continue."""
+    """Another process that is amid the conversion and waits for a line to continue."""
     arguments = ["-c", CONVERT, str(path), str(root)]
     with Command(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "amid\n"
         yield process
 
 
-@pytest.fixture
-def parsed(monkeypatch):
-    """One entry for each record that was parsed."""
-    seen, real = [], store.parse_record
-    monkeypatch.setattr(store, "parse_record", lambda *args: (seen.append(args[2]), real(*args))[1])
-    return seen
-
-
 def folders(root):
     return sorted(name for name in os.listdir(root) if name != "hashes")
 
 
-def test_a_source_is_converted_once_for_each_content(tmp_path, parsed):
+def test_a_source_is_converted_once_for_each_content(tmp_path):
     path, root = write_jsonl(tmp_path / "a.jsonl", pairs(5)), tmp_path / "cache"
     first = open_cached(SourceConfig("a", str(path)), root)
+    made = first.folder.stat()
     again = open_cached(SourceConfig("other name", str(path), instruction="i", weight=3.0, max_rows=2), root)
-    assert len(parsed) == 5
     assert again.folder == first.folder
+    assert first.folder.stat() == made
     write_jsonl(path, pairs(6))
     assert len(open_cached(SourceConfig("a", str(path)), root).table) == 6
-    assert len(parsed) == 11
     assert len(folders(root)) == 2
 
 
@@ -114,8 +104,8 @@ def test_a_bad_row_and_a_file_that_changes_while_it_is_read_leave_no_conversion_
     bad = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*pairs(5), {"query": "q"}])))
     for _ in range(2):
         refused(InputError, r"a\.jsonl:6: field 'positive'", open_cached, bad, tmp_path / "cache")
-    path, real = write_jsonl(tmp_path / "b.jsonl", pairs(5)), store.write_table
-    monkeypatch.setattr(store, "write_table", lambda folder, rows: (write_jsonl(path, pairs(6)), real(folder, rows))[1])
+    path, real = write_jsonl(tmp_path / "b.jsonl", pairs(5)), store.usual_pairs
+    monkeypatch.setattr(store, "usual_pairs", lambda *rows: (write_jsonl(path, pairs(6)), real(*rows))[1])
     says = "the file changed while it was read"
     refused(InputError, says, open_cached, SourceConfig("a", str(path)), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -221,10 +211,9 @@ def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_p
 
 
 def convert(conversion, rows, **options):
-    facts = Facts()
-    config = SourceConfig("mine", "a.jsonl", conversion=conversion, **options)
-    numbered = [Row(f"a.jsonl:{i}", row) for i, row in enumerate(rows, start=1)]
-    return list(convert_rows(config, numbered, facts)), facts
+    facts, config = Facts(), SourceConfig("mine", "a.jsonl", conversion=conversion, **options)
+    groups = store.convert(config, [Block("a.jsonl", range(1, len(rows) + 1), rows)], facts)
+    return [StoredRow(*row) for columns in groups for row in zip(*columns, strict=True)], facts
 
 
 def test_a_record_is_stored_with_levels_and_a_label_code():
@@ -275,21 +264,15 @@ def test_a_file_with_a_cached_hash_is_not_read_again_until_it_changes(tmp_path, 
     refused(InputError, "gone: cannot be read", HashedFile, tmp_path / "gone", cache)
 
 
-def in_languages(*names):
-    rows = zip(pairs(len(names)), names, strict=True)
-    return [row if name is None else {**row, "language": name} for row, name in rows]
-
-
 def read(folder, rows, **options):
     config = SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows)), **options)
     return read_languages(config, open_cached(config, folder / "cache")).tolist()
 
 
-def test_languages_are_numbered_by_first_appearance_few_and_given_with_every_record(tmp_path, monkeypatch):
-    assert read(tmp_path, in_languages("de", "fr", "de", "DE", "fr")) == [0, 1, 0, 2, 1]
+def test_languages_are_numbered_by_first_appearance_and_given_with_every_record(tmp_path):
+    def rows(*names):
+        return [row | {"language": name} for row, name in zip(pairs(len(names)), names, strict=True)]
+
+    assert read(tmp_path, rows("de", "fr", "de", "DE", "fr")) == [0, 1, 0, 2, 1]
     says = r"a\.jsonl:2: the record has no language; give every record one, or map it"
-    refused(InputError, says, read, tmp_path, in_languages("de", None, "de"))
-    monkeypatch.setattr(store, "MAX_LANGUAGES", 2)
-    assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
-    says = r"a\.jsonl:3: language 'c' exceeds the maximum of 2 languages; map the field"
-    refused(InputError, says, read, tmp_path, in_languages("a", "b", "c"))
+    refused(InputError, says, read, tmp_path, rows("de", None, "de"))

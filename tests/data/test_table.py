@@ -71,14 +71,14 @@ def test_scores_are_read_back_for_any_batch_size_and_first_scored_row(batch_rows
     assert table.rows(range(9, -1, -1)) == rows[::-1]
 
 
-def test_only_the_batches_of_the_requested_rows_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MAX_BATCH_ROWS", 2)
-    write_table(tmp_path, rows_of(9))
-    table, opened = Table(tmp_path), []
-    read = table._batch
-    monkeypatch.setattr(table, "_batch", lambda number: opened.append(number) or read(number))
-    table.rows([7, 2, 6, 3])
-    assert opened == [1, 3]
+@pytest.mark.parametrize("count", [1, 5, 40, 300])
+def test_rows_of_many_batches_are_read_in_the_order_of_their_indices(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAX_BATCH_ROWS", 7)
+    rows = rows_of(100, first_scored=50)
+    write_table(tmp_path, rows)
+    indices = [*random.Random(0).choices(range(100), k=count), *range(20, 20 + count % 70)]
+    assert Table(tmp_path).rows(indices) == [rows[index] for index in indices]
+    assert Table(tmp_path).negatives(indices) == [rows[index].negatives for index in indices]
 
 
 def test_long_texts_end_a_batch_early_and_a_table_is_pickled_by_its_folder(tmp_path, monkeypatch):
@@ -89,9 +89,7 @@ def test_long_texts_end_a_batch_early_and_a_table_is_pickled_by_its_folder(tmp_p
     assert pickle.loads(data).row(999) == table.row(999)
     monkeypatch.setattr(store, "MAX_BATCH_CHARACTERS", 100)
     write_table(tmp_path, (StoredRow("x" * 60, [], [], [], -1) for _ in range(5)))
-    table = Table(tmp_path)
-    assert table._file.num_record_batches == 3
-    assert list(map(len, table.queries(range(5)))) == [60] * 5
+    assert [len(masks) for masks in Table(tmp_path).row_levels()] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("cut", [1, 100, 10_000])
