@@ -253,7 +253,7 @@ def clusters(
     if not folder.is_dir():
         fix = "give the vectors of the same source, which `cluster --model` writes"
         raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
-    surrogates = SurrogateVectors(folder, cluster_folder.source_key, check_vectors=False)
+    surrogates = SurrogateVectors(folder, cluster_folder.source_key, check_files=False)
     points = draw_cluster_points(cluster_folder, surrogates, num_clusters, rows_per_cluster, seed)
     counts = f"{len(points.clusters)} of {cluster_folder.num_clusters:,} clusters"
     title = f"{one_line(clusters.absolute().name, 40)}: {counts}"

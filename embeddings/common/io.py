@@ -401,8 +401,6 @@ def load_array(path: Path, hint: str, mapped: bool = False, is_checked: bool = F
 
 # Tolerance of a vector's squared length, after rounding to float32.
 UNIT_TOLERANCE = 1e-3
-# Manifest field: whether every vector was checked before it was written.
-CHECKED = "directions_checked"
 
 
 def check_vectors(

@@ -1,6 +1,5 @@
 """Checks and warnings before a run: negatives and their levels, prompts, and unused columns."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from embeddings.common.process import logger
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.text import TextSettings, canonical, shorten
 from embeddings.data.dataset import SourceDataset
-from embeddings.data.records import NUM_LEVELS
 from embeddings.data.sources import SourceConfig
 from embeddings.data.tokenize import TextTokenizer
 
@@ -26,7 +24,7 @@ def check_negatives_asked_for(
 ) -> None:
     """Refuse sources that cannot have negatives, before any is read: their loss is 0 and has no gradient.
 
-    `num_queries` is the number of queries whose candidates a batch compares, over the ranks that are gathered.
+    `num_queries` is the number of queries whose candidates a batch compares.
     """
     for source in sources:
         if _has_in_batch(source, needs, num_queries):
@@ -99,19 +97,20 @@ def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_
 
     If no source has levels, an `OptionError` is raised: the curriculum has no effect.
     """
-    # For each source: number of records by bit mask of levels (bit l: level l).
-    counts = [_count_level_masks(source) for source in sources]
-    if all(mask <= 1 for count in counts for mask in count):
+    # For each source: the levels of each record as a bit mask (bit l: level l).
+    masks = [np.concatenate(list(source.cached.table.row_levels())) for source in sources]
+    if all((mask_N <= 1).all() for mask_N in masks):
         rule = "needs negatives with levels, but no source has any"
         fix = 'write negatives as {"text", "level"}, or use another sampler'
         raise OptionError("data.sampler", "CurriculumBatchSampler", rule, fix)
-    for source, count in zip(sources, counts, strict=True):
-        name, total = source.config.name, len(source.cached.table)
-        num_ungraded = sum(number for mask, number in count.items() if mask <= 1)
+    for source, mask_N in zip(sources, masks, strict=True):
+        name, total = source.config.name, len(mask_N)
+        num_ungraded = int((mask_N <= 1).sum())
         for level in sorted(levels, reverse=True):
-            num_lacking = sum(number for mask, number in count.items() if not mask >> level & 1)
+            lacks_N = mask_N >> level & 1 == 0
+            num_lacking = int(lacks_N.sum())
             if num_lacking and not allow_missing:
-                what = f"record {_first_without(source, level)} has no negative of level {level}"
+                what = f"record {lacks_N.argmax() + 1} has no negative of level {level}"
                 fix = "add it, or set the sampler's missing_level: coarser"
                 raise InputError(f"source {name!r}", f"{what} ({num_lacking} of {total} lack one)", fix)
             if num_lacking > num_ungraded:
@@ -119,19 +118,6 @@ def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_
                 logger.info("source %s: %d of %d records have no negative of level %d", name, number, total, level)
         if num_ungraded:
             logger.info("source %s: %d of %d records have no negative with a level", name, num_ungraded, total)
-
-
-def _count_level_masks(source: SourceDataset) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for levels_N in source.cached.table.row_levels():
-        counts.update(dict(enumerate(np.bincount(levels_N, minlength=2 << NUM_LEVELS).tolist())))
-    return +counts
-
-
-def _first_without(source: SourceDataset, level: int) -> int:
-    """Number (from 1) of the first record without a negative of this level."""
-    lacking = (levels_N >> level & 1 == 0 for levels_N in source.cached.table.row_levels())
-    return int(np.concatenate(list(lacking)).argmax()) + 1
 
 
 def _has_in_batch(source: SourceConfig, needs: BatchNeeds, num_queries: int) -> bool:
@@ -158,18 +144,13 @@ def warn_of_unused_columns(source: SourceDataset, num_negatives: int) -> None:
     unused = {name: field for name, field in columns if num_negatives > 0 or field != "negatives"}
     if not unused:
         return
-    # The first column that resembles each field; a score has no field (see `Facts.unused_columns`).
-    fields = [field for field in dict.fromkeys(unused.values()) if field not in ("", "label", "scores")]
+    # A score has no field (see `Facts.unused_columns`).
     first = {field: name for name, field in reversed(unused.items())}
-    mapping = ", ".join(f"{field}: {first[field]}" for field in fields)
-    fixes = [f"to use one, map it: columns: {{{mapping}}}"] if mapping else []
-    if "" in unused.values():
-        fixes.append("a score is used only with conversion: sts")
-    if "label" in unused.values():
-        fixes.append("a mapped label removes pairs of its class from each other's negatives")
-    if "scores" in unused.values():
-        fixes.append("scores of each side are used without columns, or map one list as scores")
-    logger.warning("source %s: columns not used: %s; %s", source.config.name, ", ".join(unused), "; ".join(fixes))
+    mapping = ", ".join(f"{field}: {name}" for field, name in first.items() if field not in ("", "label", "scores"))
+    fix = f"; to use one, map it: columns: {{{mapping}}}" if mapping else ""
+    if "" in first:
+        fix += "; a score is used only with conversion: sts"
+    logger.warning("source %s: columns not used: %s%s", source.config.name, ", ".join(unused), fix)
 
 
 def warn_of_unscored_negatives(source: SourceDataset) -> None:
@@ -187,11 +168,10 @@ def warn_of_unscored_negatives(source: SourceDataset) -> None:
 def with_source_prompts(
     text: TextSettings, sources: Sequence[SourceConfig], model: TextSettings | None = None
 ) -> TextSettings:
-    """The settings `text`, those of the model that training starts from, and the prompts of the sources.
+    """The settings `text` over the prompts of the sources, over the settings of the model that training starts from.
 
-    The first query prompt of a source is stored under the name of the source. A prompt that all sources share also
-    becomes `query` or `document`, the default for encoding. Prompts of `text` take precedence over those of sources,
-    and these over those of the model.
+    The first query prompt of a source is stored under its name. A prompt that all sources share also becomes `query` or
+    `document`, the default for encoding.
     """
     model = TextSettings() if model is None else model
     settings = text.following(model)

@@ -43,10 +43,9 @@ def stored_texts(stored: StoredRow, index: int, draw: int) -> ExampleTexts:
 
 
 class ClassExamples:
-    """A random text of the query's class as the positive, random texts of other classes as negatives.
+    """A random other text of the query's class as the positive, random different texts of other classes as negatives.
 
-    All texts differ. The positive is uniform over the other texts of the class, the negatives over all rows of other
-    classes; there are fewer than `num_negatives` if too few different texts exist.
+    There are fewer than `num_negatives` if too few different texts exist.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -118,10 +117,6 @@ def open_source(
         config: The source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
         text: Settings with the template of instructions; None for the defaults.
-
-    Raises:
-        InputError: If the source cannot be read, or its rows do not suit the conversion.
-        OptionError: If `label_texts` does not match the labels of the rows.
     """
     return SourceDataset(config, open_cached(config, cache_dir), text)
 
@@ -131,18 +126,14 @@ def source_from_rows(
 ) -> SourceConfig:
     """A source from rows in memory: a `datasets.Dataset`, or a list of dictionaries.
 
-    The rows are written as JSON lines to a file named by its SHA-256, in the folder `rows/` of the converted sources.
-    So a run can resume with the same rows, and a config may name the file.
+    The rows are written as JSON lines to a file named by its SHA-256, in the folder `rows/` of the converted sources,
+    so that a run can resume with the same rows.
 
     Args:
         rows: Rows by column name, as `SourceConfig` reads them from a file; arrays become lists.
         name: Name of the source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
         options: Other options of `SourceConfig`.
-
-    Raises:
-        InputError: If there are no rows, a row cannot be written as JSON, or the folder cannot be written.
-        OptionError: If an option is invalid.
     """
     root = cache_folder(cache_dir).absolute()
     written, digest = root / ROWS_FOLDER / f"{uuid.uuid4().hex}.jsonl", hashlib.sha256()
@@ -167,26 +158,16 @@ def _json_line(row: Any, where: str) -> bytes:
         fix = "choose a split of a DatasetDict, or pass DataFrame.to_dict('records')"
         raise InputError(where, f"is a {type(row).__name__}, expected a mapping of column names to values", fix)
     try:
-        return json.dumps(dict(row), default=_as_list).encode() + b"\n"
-    except (TypeError, ValueError) as error:
+        # Arrays of NumPy and torch become lists, and their scalars numbers.
+        return json.dumps(dict(row), default=lambda value: value.tolist()).encode() + b"\n"
+    except (TypeError, ValueError, AttributeError) as error:
         raise InputError(where, f"cannot be written as JSON ({error})", "give texts, numbers and lists") from None
-
-
-def _as_list(value: Any) -> Any:
-    """A NumPy or torch array as lists, and a scalar of theirs as a number."""
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"a {type(value).__name__}")
-    return value.tolist()
 
 
 class SourceDataset:
     """Examples of one source: a pure function of row, draw key and level rule; safe to pickle and fork.
 
     Its length is `max_rows`, or all rows (without those that `single_text_classes` leaves out).
-
-    Raises:
-        InputError: If the rows do not suit the conversion.
-        OptionError: If `label_texts` does not match the labels of the rows.
     """
 
     def __init__(self, config: SourceConfig, cached: CachedSource, text: TextSettings | None = None) -> None:
@@ -298,11 +279,7 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
 
 
 class Mixture:
-    """The rows of all sources, concatenated; safe to pickle and fork.
-
-    Raises:
-        OptionError: If the surrogate vectors of the sources differ in width.
-    """
+    """The rows of all sources, concatenated; safe to pickle and fork."""
 
     def __init__(self, sources: Sequence[SourceDataset]) -> None:
         widths = {source.surrogates.width for source in sources if source.surrogates is not None}

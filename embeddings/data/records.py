@@ -62,15 +62,10 @@ class Negative(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One training record, as the source file contains it.
+    """One training record.
 
-    Attributes:
-        positives: Texts relevant to the query, at least one.
-        negatives: Texts that are not relevant to the query, hardest first.
-        label: Class of the query and the positives, as text (see `label_key`).
-        score: Relevance of the positive, in the unit of the source.
-        instruction: Task instruction of this query; it replaces the instruction of the source.
-        scores: Teacher scores of the positives, then of the negatives. NaN: missing; empty: the record has none.
+    `negatives` are hardest first, `label` is the class of query and positives, `instruction` replaces that of the
+    source. `scores` are a teacher's for the positives, then the negatives; NaN: missing, empty: the record has none.
     """
 
     query: str
@@ -85,7 +80,7 @@ class Record(NamedTuple):
 
     @property
     def suspicion(self) -> str | None:
-        """Why the record is suspect (one text in two roles), or None. Such records are nearly always a data error."""
+        """Why the record is suspect (one text in two roles), or None."""
         query, positives = canonical(self.query), set(map(canonical, self.positives))
         negatives = {canonical(negative.text) for negative in self.negatives}
         if not positives.isdisjoint(negatives):
@@ -115,18 +110,14 @@ class ScoredPair(NamedTuple):
 def parse_record(fields: Mapping[str, Any], columns: Columns, where: str) -> Record:
     """Parse a row into a record. Other columns are ignored.
 
-    If `columns` is empty, columns with the usual names of other libraries stand in for missing fields (see
-    `substitute_columns`). A field in `columns` must be present. Other fields than `query` and `positive` may be missing
-    or null. Negatives with levels are sorted hardest first (stable within a level), together with their scores. Of
+    Without `columns`, columns with the usual names of other libraries stand in for missing fields. Fields other than
+    `query` and `positive` may be missing or null. Negatives with levels are sorted hardest first, with their scores. Of
     equal positives or negatives the first is kept.
 
     Args:
         fields: Values by column name.
         columns: Column name of each field whose column has a different name; None leaves the field out.
         where: File and row, for messages.
-
-    Raises:
-        InputError: If a field is missing, ambiguous or invalid; the message names file, row and field.
     """
     row = _Row(fields, columns, where, PAIR_FIELDS)
     row.refuse_scores()
@@ -190,7 +181,7 @@ def _substitutes(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str
 
 
 class UsualPairs(NamedTuple):
-    """The values of each field of several records of the usual form: no scores, no levels."""
+    """Several records without scores and levels: a list for each field of `Record`."""
 
     query: list[str]
     positives: list[tuple[str, ...]]
@@ -203,10 +194,9 @@ class UsualPairs(NamedTuple):
 
 
 def usual_pairs(rows: Sequence[Mapping[str, Any]], columns: Columns) -> UsualPairs | None:
-    """What `parse_record` returns for each row, checked column by column in a tenth of the time.
+    """What `parse_record` returns for the rows, checked column by column in a tenth of the time; None if one needs it.
 
-    None if a row needs `parse_record`: it is invalid or suspect, has scores, levels, a text twice or a list as text, or
-    its columns are ambiguous.
+    That is a row which is invalid or suspect, with scores, levels, a text twice, a list as text or ambiguous columns.
     """
     values = _usual_values(rows, columns, RECORD_FIELDS, PAIR_FIELDS)
     if values is None or values["scores"].count(None) < len(rows):
@@ -323,7 +313,7 @@ def label_key(value: str | int) -> str:
     return canonical(str(value).lower() if isinstance(value, bool) else str(value))
 
 
-# Parses a value: (field name, raw value) → parsed value.
+# (field name, raw value) → parsed value.
 T = TypeVar("T")
 Read = Callable[[str, Any], T]
 
@@ -429,10 +419,7 @@ class _Row:
         return tuple(map(Negative, self._texts(name, value)))
 
     def _unpacked(self, name: str, value: Any) -> Any:
-        """The list of texts that a cell of a table contains as JSON; any other value is unchanged.
-
-        Elsewhere negatives that are a list written as text are refused; a positive may be such a document.
-        """
+        """The JSON list in a cell of a table, or the value; elsewhere negatives that are a list as text are refused."""
         is_cell = isinstance(value, Cell)
         if not (is_cell or name == "negatives") or not isinstance(value, str) or not _IN_BRACKETS.fullmatch(value):
             return value
@@ -502,8 +489,8 @@ class _Row:
             what = f"{name} {actual}, expected a list of {total} numbers, one for each of the {texts}"
             raise self.fault(what, "give each text a number or null, or rename the column")
         for index, item in enumerate(value):
-            is_number = isinstance(item, int | float) and not isinstance(item, bool)
-            if item is not None and not (is_number and (abs(item) <= _MAX_SCORE or item != item)):
+            # NaN is a missing score.
+            if not (item is None or item != item or _is_usual_number(item)):
                 shown = item if isinstance(item, float) else kind_of(item)
                 what = f"{name}[{index}] is {shown}, expected a finite float32 number, or null"
                 raise self.fault(what, "give it a number, or null if it is unknown")
@@ -525,23 +512,19 @@ def kind_of(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One query with its relevant and irrelevant texts, before the collator makes its random choices.
+    """One query with its texts, before the collator makes its random choices.
 
     Attributes:
         row, source: Row in the mixture, and index of its source.
         draw: Seed of the random choices (see `PlanEntry`).
-        query, positives: Texts without prompts.
-        negatives: Texts that are not relevant, hardest first (in random order in a cumulative curriculum).
-        label: Class within the source, also of the positives; -1 without classes.
-        negative_labels: Class of each negative; empty without classes.
-        query_prompt: Text put before the query, "" for none; None for the prompt of the text settings.
-        document_prompt: The same for positives and negatives (NV-Embed: only on symmetric tasks).
+        negatives: Hardest first (in random order in a cumulative curriculum).
+        label, negative_labels: Classes within the source, -1 or empty without.
+        query_prompt, document_prompt: "" for none, None for the prompt of the text settings.
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
-        surrogate_query: Vector of the query by another model, (S,) float32, or None.
-        surrogate_positives: Vectors of the positives by that model, (P, S) float32, or None.
+        surrogate_query, surrogate_positives: Vectors by another model, (S,) and (P, S) float32, or None.
         surrogate_negatives: Returns the vectors of the first n negatives, (n, S) float32; None without vectors.
         level: Level of hard negatives at this step of a curriculum, 0 without one.
-        scores: Teacher scores of the positives, then of the negatives. NaN: missing; empty: the record has none.
+        scores: As in `Record`.
     """
 
     row: int
@@ -562,7 +545,6 @@ class Example:
     scores: tuple[float, ...] = ()
 
 
-# Rows of a Parquet row group, and in memory at once.
 GROUP_ROWS = 4096
 
 
@@ -593,9 +575,8 @@ def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Ite
 def write_records(
     path: Path, records: Iterable[Record], graded: bool, json_lines: bool = False, scored: bool = False
 ) -> int:
-    """Write records to a Parquet file, or as JSON lines, with the columns of `record_schema`; returns their number."""
-    schema = record_schema(graded, scored)
-    return _write_rows(path, (_fields(record, graded) for record in records), schema, json_lines)
+    """Write records with the columns of `record_schema` to a Parquet file, or as JSON lines; returns their number."""
+    return _write_rows(path, (_fields(record, graded) for record in records), record_schema(graded, scored), json_lines)
 
 
 def write_labelled_texts(path: Path, texts: Iterable[LabelledText], json_lines: bool = False) -> int:
@@ -616,12 +597,9 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema, j
 def record_schema(graded: bool, scored: bool = False) -> pa.Schema:
     """Schema of a file of records: negatives with levels if `graded`, the column `scores` if `scored`."""
     negative = pa.struct([("text", pa.string()), ("level", pa.int8())]) if graded else pa.string()
-    types = dict.fromkeys(RECORD_FIELDS, pa.string())
+    types = dict.fromkeys(RECORD_FIELDS if scored else RECORD_FIELDS[:-1], pa.string())
     types |= {"positive": pa.list_(pa.string()), "negatives": pa.list_(negative), "score": pa.float64()}
-    types["scores"] = pa.list_(pa.float64())
-    if not scored:
-        del types["scores"]
-    return pa.schema(types)
+    return pa.schema(types | ({"scores": pa.list_(pa.float64())} if scored else {}))
 
 
 def record_table(records: Sequence[Record], graded: bool) -> pa.Table:
@@ -631,14 +609,6 @@ def record_table(records: Sequence[Record], graded: bool) -> pa.Table:
 
 def _fields(record: Record, graded: bool) -> dict[str, Any]:
     negatives: list[Any] = [item._asdict() if graded else item.text for item in record.negatives]
-    return {
-        "query": record.query,
-        "positive": list(record.positives),
-        "negatives": negatives or None,
-        "instruction": record.instruction,
-        "label": record.label,
-        "score": record.score,
-        "id": record.id,
-        "language": record.language,
-        "scores": [None if math.isnan(score) else score for score in record.scores] or None,
-    }
+    scores = [None if math.isnan(score) else score for score in record.scores]
+    fields = record._asdict() | {"negatives": negatives or None, "scores": scores or None}
+    return {"positive": list(fields.pop("positives")), **fields}

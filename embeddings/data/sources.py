@@ -12,10 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.common.errors import InputError, OptionError, program
+from embeddings.common.errors import InputError, OptionError, program, run_checks
 from embeddings.common.io import check_regular, file_sha256, read_json_or_empty, write_json
 from embeddings.common.text import TextSettings
 from embeddings.data.readers import HubReader, Reader, open_reader, resolve_revision
@@ -27,7 +28,6 @@ SuspectRows = Literal["refuse", "leave_out", "keep"]
 HUB_PREFIX = "hub:"
 # Folders of the docstring corpora in the configs, and the option that creates each.
 DOCSTRINGS = {"data/docstrings": "", "data/docstrings_small": " --max-rows 10000"}
-_MAX_NAMED_FILES = 3
 HASHES = "hashes"
 # The folder of the rows that were passed to `source_from_rows`, in files named by their SHA-256.
 ROWS_FOLDER = "rows"
@@ -97,17 +97,16 @@ class SourceConfig(Origin):
             examples, one in each direction.
 
     Args:
-        name: Name in logs and messages, unique in the mixture.
-        path: File, glob, list of these, or `hub:organisation/name`. Environment variables (`$DATA`, `${DATA}`) are
-            expanded. A file is Parquet, JSON lines, or a table with a header (named `.csv` or `.tsv`); the last two may
-            be gzipped.
+        name: Unique name in logs and messages.
+        path: File, glob, list of these, or `hub:organisation/name`; `$DATA` and `${DATA}` are expanded. A file is
+            Parquet, JSON lines, or a table with a header (named `.csv` or `.tsv`); the last two may be gzipped.
         conversion: How rows become examples (above).
         subset: Configuration of a Hub data set.
         split: Split of a Hub data set; None for `train`.
         revision: Branch, tag or commit of a Hub data set; with a full commit a converted source needs no network.
-        columns: Column name of each field whose column has a different name; null leaves an optional field out. Without
-            it, the usual names of other libraries are recognised (`anchor`, `positive`, `negative_1`).
-        instruction: Task instruction of the queries. From a list, one is drawn at random for each example and epoch. An
+        columns: Column of each field with a different name; null leaves an optional field out. Without it, the usual
+            names of other libraries are recognised (`anchor`, `positive`, `negative_1`).
+        instruction: Task instruction of the queries, or a list from which one is drawn for each example and epoch. An
             instruction in a record takes precedence.
         query_prompt: Complete prompt of the query, in place of an instruction; "" for none, null for the prompt of the
             text settings.
@@ -115,18 +114,18 @@ class SourceConfig(Origin):
         symmetric: Whether positives and negatives get the prompt of the query (NV-Embed: semantic similarity).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
         weight: Relative weight of this source under proportions `given`, > 0.
-        max_rows: Maximum examples per epoch, or None for all. One is drawn from each of `max_rows` equal sections of
-            the source; positives and negatives of `class_by_example` still come from the whole source.
+        max_rows: Maximum examples per epoch, one from each of `max_rows` equal sections of the source; None for all.
+            Positives and negatives of `class_by_example` still come from the whole source.
         seed: Seed of the choice of rows for `max_rows`.
         label_texts: Text of each label, for the conversions by label. Without it, labels must be words.
         num_negatives: Negatives of each query of `class_by_example` and `class_by_label`; None for NV-Embed's 7.
         single_text_classes: What `class_by_example` does with a class that has only one text, hence no positive:
-            refuse the source, or leave out the rows of the class as queries (they still serve as negatives).
+            refuse the source, or leave out its rows as queries (they still serve as negatives).
         min_score: Minimum score of a positive pair of `sts`; None for NV-Embed's 4.
-        suspect_rows: What `pairs` does with a record whose negative is also a positive, or whose positive or negative
-            is the query itself: leave such rows out, refuse a source that has any, or keep them.
-        surrogate_vectors: Folder of another model's vectors of the pairs, for a loss that filters false negatives by
-            them. `cluster --vectors` writes it; `--negatives true` includes the hard negatives.
+        suspect_rows: What `pairs` does with a record that has one text in two roles, such as a negative that is also a
+            positive: leave such rows out, refuse a source that has any, or keep them.
+        surrogate_vectors: Folder of another model's vectors of the pairs, for a loss that filters false negatives.
+            `cluster --vectors` writes it; `--negatives true` includes the hard negatives.
         licence: Licence of the data, for the model card; None if it is unknown.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 and Table 12.
@@ -190,18 +189,11 @@ class SourceConfig(Origin):
         for option in ("max_rows", "num_negatives"):
             if (count := getattr(self, option)) is not None and count < 1:
                 raise self.fault(option, count, "must be >= 1", "leave it out for the default")
-        if self.min_score is not None and not math.isfinite(self.min_score):
-            raise self.fault("min_score", self.min_score, "must be finite", "the paper uses 4")
         for option, where in _ONLY_ON.items():
             default = self.__dataclass_fields__[option].default
             if (value := getattr(self, option)) not in (default, {}) and self.conversion not in where:
                 rule = f"has no effect on conversion {self.conversion}"
                 raise self.fault(option, value, rule, f"leave it out, or use {' or '.join(where)}")
-        if self.licence is not None and not self.licence.strip():
-            raise self.fault("licence", self.licence, "must not be empty", "leave it out if it is unknown")
-        for label, text in self.label_texts.items():
-            if not text.strip():
-                raise self.fault("label_texts", {label: text}, "must not contain an empty text", "write the text")
 
 
 def check_names(names: Sequence[str], option: str = "sources") -> None:
@@ -216,36 +208,18 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 def resolve_files(path: str | Sequence[str]) -> list[Path]:
     """The files of a path, a glob or a list of these (see `fill_path`), in list order; glob matches are sorted."""
-    files = [file for part in _parts(path) for file in _expand(part)]
+    files = [file for part in ([path] if isinstance(path, str) else path) for file in _expand(part)]
     for file, count in Counter(files).items():
         if count > 1:
             raise InputError(str(file), "the path names this file twice", "name it once")
     return files
 
 
-def _parts(path: str | Sequence[str]) -> Sequence[str]:
-    return [path] if isinstance(path, str) else path
-
-
 def check_files(sources: Iterable[Origin]) -> None:
-    """Check that the files of all sources exist, and name all missing ones in one error; the Hub is not asked."""
-    files = [source for source in sources if source.path and not source.is_hub]
-    faults = []
-    for part in (part for source in files for part in _parts(source.path or [])):
-        try:
-            _expand(part)
-        except InputError as fault:
-            faults.append(fault)
-    if len(faults) == 1:
-        raise faults[0]
-    if faults:
-        messages = [str(fault).rpartition("; ") for fault in faults]
-        named = ", ".join("{0} ({2})".format(*what.rpartition(": ")) for what, _, _ in messages[:_MAX_NAMED_FILES])
-        more = f" and {len(faults) - _MAX_NAMED_FILES} more" if len(faults) > _MAX_NAMED_FILES else ""
-        fixes = " and ".join(dict.fromkeys(fix for _, _, fix in messages))
-        raise InputError("data.sources", f"{len(faults)} paths match no file: {named}{more}", fixes)
-    for source in files:
-        resolve_files(source.path or [])
+    """Check that the files of all sources exist, and name all missing ones; the Hub is not asked."""
+    paths = [source.path for source in sources if source.path and not source.is_hub]
+    run_checks(partial(_expand, part) for path in paths for part in ([path] if isinstance(path, str) else path))
+    run_checks(partial(resolve_files, path) for path in paths)
 
 
 def fill_path(path: str) -> Path:
@@ -278,10 +252,7 @@ def _expand(part: str) -> list[Path]:
 
 
 class HashedFile:
-    """A file and its SHA-256, which is cached in the folder `cache`, because hashing a terabyte takes most of an hour.
-
-    A file counts as unchanged while its size, times and inode are the same.
-    """
+    """A file and its SHA-256, which the folder `cache` holds while size, times and inode of the file are the same."""
 
     def __init__(self, path: Path, cache: Path) -> None:
         self.path = path
@@ -302,8 +273,7 @@ class HashedFile:
         """Cache the hash; if that fails, the next run is only slower."""
         if read_json_or_empty(self._cache_file).get("stamp") != self._stamp:
             with contextlib.suppress(OSError):
-                content = {"path": str(self.path.resolve()), "stamp": self._stamp, "sha256": self.sha256}
-                write_json(self._cache_file, content)
+                write_json(self._cache_file, {"stamp": self._stamp, "sha256": self.sha256})
 
 
 def _stamp(path: Path) -> list[int]:
@@ -314,8 +284,7 @@ def _stamp(path: Path) -> list[int]:
 class SourceInputs:
     """The files or the Hub split of a source; `identity` identifies their content, in JSON types.
 
-    `root` is the folder of converted sources, where file hashes are cached. `commit` is the commit of the Hub data set;
-    None for the commit of the source's revision.
+    `root` is the folder of converted sources. `commit` is of the Hub data set; None for that of the source's revision.
     """
 
     def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:

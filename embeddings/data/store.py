@@ -85,11 +85,7 @@ Parse = Callable[[Mapping[str, Any], Columns, str], T]
 
 
 class StoredRow(NamedTuple):
-    """One converted row.
-
-    `levels` is as long as `negatives`; `label` is -1 and `instruction` "" if the row has none. `scores` are the teacher
-    scores of the positives, then of the negatives: NaN if one is missing, empty if the row has none.
-    """
+    """One converted row: `label` is -1 and `instruction` "" if it has none; `scores` as in `Record`."""
 
     query: str
     positives: Sequence[str] = ()
@@ -246,7 +242,7 @@ def damaged(folder: Path) -> InputError:
 
 @dataclass
 class Suspects:
-    """The suspect rows of a source (`Record.suspicion`): their number, and the first ones with the reason."""
+    """The number of suspect rows of a source (`Record.suspicion`), and the first ones with the reason."""
 
     count: int = 0
     first: list[list[str]] = field(default_factory=list)
@@ -263,7 +259,6 @@ class Suspects:
         return f"{self.count} {what}: {named}{more}"
 
     def check(self, config: SourceConfig) -> None:
-        """Raise an `InputError` if there are suspect rows and the source refuses them."""
         if self.count and config.suspect_rows == "refuse":
             fix = "correct them, or set suspect_rows: leave_out (or keep)"
             raise InputError(f"source {config.name!r}", str(self), fix)
@@ -277,9 +272,9 @@ class Facts:
         labels: Code of each class, by its text, in order of appearance.
         lone_text: Canonical text of each class whose texts are all equal so far.
         first_row: File and row of the first row of each class.
-        longest_instruction: The longest instruction in a record, as (file and row, instruction).
-        columns: Non-null columns of the first rows, in order of appearance.
-        substitutes: Columns that stand in for a field of another name (`substitute_columns`), each with the field.
+        longest_instruction: File and row, and the instruction.
+        columns: Non-null columns of the first rows.
+        substitutes: Columns that stand in for a field of another name, each with the field.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
@@ -295,13 +290,13 @@ class Facts:
         """The code of a class, assigned at its first row; -1 without a class. `text` is a labelled text."""
         if label is None:
             return -1
-        is_new = label not in self.labels
         code = self.labels.setdefault(label, len(self.labels))
-        self.first_row.setdefault(code, where)
-        if is_new and text is not None:
-            self.lone_text[code] = canonical(text)
-        elif text is not None and code in self.lone_text and self.lone_text[code] != canonical(text):
-            del self.lone_text[code]
+        if code not in self.first_row:
+            self.first_row[code] = where
+            if text is not None:
+                self.lone_text[code] = canonical(text)
+        elif text is not None and self.lone_text.get(code) != canonical(text):
+            self.lone_text.pop(code, None)
         return code
 
     def instruction(self, instruction: str | None, where: str) -> str:
@@ -339,7 +334,7 @@ class Facts:
 
 
 def layout(conversion: Conversion) -> str:
-    """Layout of the stored rows; conversions with the same layout share a converted source."""
+    """Conversions with the same layout of the stored rows share a converted source."""
     return {"pairs": "records", "sts": "scored"}.get(conversion, "labelled")
 
 
@@ -348,7 +343,7 @@ def min_score(config: SourceConfig) -> float:
 
 
 def convert(config: SourceConfig, blocks: Iterable[Block], facts: Facts) -> Iterator[Iterable[Sequence[Any]]]:
-    """The rows to store, in the order of the source, as columns of `StoredRow`; adds to `facts`."""
+    """The rows to store, as columns of `StoredRow`; adds to `facts`."""
     for group in _groups(blocks):
         usual = usual_pairs(group.fields, config.columns) if config.conversion == "pairs" else None
         if usual is not None:
@@ -391,10 +386,10 @@ def _stored_rows(config: SourceConfig, group: Block, facts: Facts) -> Iterator[S
 
 
 def _records(config: SourceConfig, group: Block, facts: Facts) -> Iterator[tuple[str, Record]]:
-    """The records that training uses, each with its file and row, in the order of the source.
+    """The records that training uses, each with its file and row.
 
-    A pair of `sts` with a high enough score becomes two records, one in each direction. `facts` counts suspect records,
-    which are used only under `suspect_rows: keep`.
+    A pair of `sts` with a high enough score becomes two records, one in each direction. Suspect records are used only
+    under `suspect_rows: keep`.
     """
     if config.conversion == "sts":
         for where, (first, second, score) in _parsed(group, config, usual_scored_pairs, parse_scored_pair):
@@ -425,10 +420,7 @@ def _parsed(group: Block, config: SourceConfig, usual: ParseUsual[T], parse: Par
 
 
 def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
-    """Write the row order by class, the offset of each class in it, and the rows that can have a positive.
-
-    `lone` are classes whose texts are all equal: their rows have no positive.
-    """
+    """Write the row order by class, the offset of each class in it, and the rows of classes that are not `lone`."""
     np.save(folder / ORDER_FILE, np.argsort(labels, kind="stable").astype(np.int64))
     counts = np.bincount(labels, minlength=num_classes)
     np.save(folder / OFFSETS_FILE, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
@@ -438,7 +430,7 @@ def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int,
 class ClassIndex:
     """Memory-mapped index of the rows inside and outside each class; pickling stores only the folder.
 
-    `paired` are the rows with a possible positive (another text of their class), (rows,) int64.
+    `paired` are the rows whose class has another text, (rows,) int64.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -467,7 +459,7 @@ class ClassIndex:
 
 
 class CachedSource:
-    """A converted source, read from its folder. The manifest stores the fields of `Facts`.
+    """A converted source, read from its folder.
 
     Attributes:
         key: Hash of the rows and their classes: the same for another file, compression or mapping with the same rows.
@@ -475,7 +467,7 @@ class CachedSource:
         settings: Settings of the conversion, in JSON types.
         labels: The text of each class, by code.
         lone_class: A class whose texts are all equal, with the file and row of its first row, or None.
-        longest_instruction: The longest instruction in a record, as [file and row, instruction], or None.
+        longest_instruction: File and row, and the instruction, or None.
         unused_columns: Unused columns whose names resemble a field, each with the field.
         classes: The index of classes, or None in a layout without classes.
     """
@@ -515,10 +507,9 @@ def borrowed_cache(cache_dir: str | os.PathLike[str] | None = None) -> Iterator[
 
 
 def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> Path:
-    """The folder of an identity in `root`, written first if it does not exist.
+    """The folder of an identity in `root`, which `write` fills first if it does not exist.
 
-    `write` is called with the folder and the identity. The folder appears only when it is complete, and several
-    processes may call this at the same time.
+    It appears only when it is complete, and several processes may call this at the same time.
     """
     target = root / content_key(identity)
     if not target.is_dir():
@@ -529,7 +520,6 @@ def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[P
 
 @contextlib.contextmanager
 def writing_cache(root: Path) -> Iterator[None]:
-    """Turn errors of writing the cache into an `InputError` whose hint is to choose another folder."""
     try:
         yield
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
@@ -568,7 +558,6 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[s
 
     They are read from the source again, because converted rows lack `score`, `id`, `language` and the label text.
     """
-    assert layout(config.conversion) in ("records", "scored")
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the job started", "start again")

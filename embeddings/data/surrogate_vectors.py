@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import CHECKED, UNIT_TOLERANCE, check_manifest, check_vectors, load_array
-from embeddings.common.jobs import progress_bar
+from embeddings.common.io import UNIT_TOLERANCE, check_manifest, check_vectors, load_array
 
 # Maximum mapped files per process: an operating system allows about 65,000, and large sources have more shards.
 _MAX_MAPPED_SHARDS = 512
-_CHECKED_ROWS = 8192
 _FIX = "encode the pairs of this source again"
 
 Vectors = npt.NDArray[np.float32]
@@ -24,28 +22,23 @@ Vectors = npt.NDArray[np.float32]
 class SurrogateVectors:
     """Memory-mapped unit vectors of the queries, positives and (if they were encoded) negatives of a source.
 
-    The folder contains `index/` (the documents that are positives and negatives of each row), `queries/` and
-    `documents/` (shards of vectors). Pickling stores only the path; the other process opens the folder again.
-
-    Opening compares every shard with its manifest, and checks all vectors of shards that the job did not check.
+    The folder contains `index/` (the documents of each row), `queries/` and `documents/` (shards of vectors). A vector
+    is checked when it is read. Pickling stores only the path; the other process opens the folder again.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:
+    def __init__(self, folder: str | os.PathLike[str], source_key: str, check_files: bool = True) -> None:
         self.folder, self.source_key = Path(folder), source_key
         index = self.folder / "index"
         fields = check_manifest(index, {"kind": "pair_index", "source_key": source_key})
         self._positives = _Entries.of(index, "positive")
         self._negatives = _Entries.of(index, "negative") if fields.get("negatives") else None
-        self._query_shards = _Shards(self.folder / "queries", "query vectors", source_key, check_vectors)
-        self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key, check_vectors)
+        self._query_shards = _Shards(self.folder / "queries", "query vectors", source_key, check_files)
+        self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key, check_files)
         if self._query_shards.width != self._document_shards.width:
             raise InputError(str(self.folder), "the vectors of queries and documents differ in width", _FIX)
-        if check_vectors:
-            self._query_shards.check()
-            self._document_shards.check()
 
     def __reduce__(self) -> tuple[type["SurrogateVectors"], tuple[Path, str, bool]]:
-        """Pickle the folder and the key; the vectors are already checked."""
+        """Pickle the folder and the key; the bytes of the files are already checked."""
         return SurrogateVectors, (self.folder, self.source_key, False)
 
     @property
@@ -90,15 +83,17 @@ class _Entries(NamedTuple):
 
 
 class _Shards:
-    def __init__(self, folder: Path, kind: str, source_key: str, check_files: bool = True) -> None:
+    def __init__(self, folder: Path, kind: str, source_key: str, check_files: bool) -> None:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
         self.folder, self.width = folder, fields.integer("embedding_dim", minimum=1)
         self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", minimum=1)
-        self._check_files = check_files
-        self._checked_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
-        # Shards that the job did not check: written by other means, or after the manifest.
-        self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._was_checked(s)]
-        self._load = lru_cache(_MAX_MAPPED_SHARDS)(self._map)
+        for shard in range(-(-self.num_rows // self.shard_size)):
+            array = _mapped(folder / _file(shard), check_files)
+            expected = (min(self.shard_size, self.num_rows - shard * self.shard_size), self.width)
+            if array.shape != expected or array.dtype != np.float32:
+                what = f"contains {array.dtype} of shape {array.shape}, expected float32 of shape {expected}"
+                raise InputError(str(folder / _file(shard)), what, _FIX)
+        self._load = lru_cache(_MAX_MAPPED_SHARDS)(lambda shard: np.asarray(_mapped(folder / _file(shard), False)))
 
     def __getitem__(self, row: int) -> Vectors:
         if not 0 <= row < self.num_rows:
@@ -109,31 +104,6 @@ class _Shards:
         if not abs(float(vector @ vector) - 1) < UNIT_TOLERANCE:
             check_vectors(vector[None], str(self.folder / _file(shard)), position, unit=True)
         return vector
-
-    def check(self) -> None:
-        """Check every vector that the job did not check, with a progress bar."""
-        with progress_bar(None, f"checking {self.folder}", "shard", iterable=self._unchecked) as shards:
-            for shard in shards:
-                vector_ND = self._map(shard)
-                for start in range(0, len(vector_ND), _CHECKED_ROWS):
-                    block_nD = vector_ND[start : start + _CHECKED_ROWS]
-                    check_vectors(block_nD, str(self.folder / _file(shard)), start, unit=True)
-
-    def _map(self, shard: int) -> Vectors:
-        return np.asarray(_mapped(self.folder / _file(shard), self._check_files))
-
-    def _was_checked(self, shard: int) -> bool:
-        """Check the size and shape of a shard; returns whether its vectors were checked (its manifest is newer)."""
-        path = self.folder / _file(shard)
-        array = _mapped(path, self._check_files)
-        expected = (min(self.shard_size, self.num_rows - shard * self.shard_size), self.width)
-        if array.shape != expected or array.dtype != np.float32:
-            what = f"contains {array.dtype} of shape {array.shape}, expected float32 of shape {expected}"
-            raise InputError(str(path), what, _FIX)
-        status = path.stat()
-        if status.st_size != array.offset + array.nbytes:
-            raise InputError(str(path), f"is longer than its {expected[0]} vectors", _FIX)
-        return status.st_mtime_ns < self._checked_ns
 
 
 def _file(shard: int) -> str:

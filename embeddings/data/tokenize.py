@@ -35,22 +35,17 @@ class TokenSpan(NamedTuple):
 class TextTokenizer:
     """Tokenises prompt and text as one string and marks the tokens that enter the pooling.
 
-    A token belongs to the prompt if its characters end at or before the end of the prompt, else to the text. So a word
-    token that includes the space before it (`▁how`, `Ġhow`) is text, even if the space is part of the prompt.
-
-    With a prompt, pooling excludes its tokens and the special tokens before them (`[CLS]`, `<s>`), as NV-Embed does.
-    Without one, or with `pool_prompt`, every token is pooled (without `pool_start`, not the special tokens before the
-    text). Special tokens after the text (`[SEP]`, `</s>`) and the suffix survive truncation and are pooled. Imported
-    models may use the pooling rule of their release: see `TextSettings.pooling_rule`. If truncation leaves no token of
-    the text, the special tokens after it are pooled, or else the last token.
+    A token belongs to the prompt if its characters end at or before the end of the prompt, so a word token with the
+    space before it (`▁how`, `Ġhow`) is text. With a prompt, pooling excludes its tokens and the special tokens before
+    them (`[CLS]`, `<s>`), as NV-Embed does; without one, or with `pool_prompt`, every token is pooled. Special tokens
+    after the text (`[SEP]`, `</s>`) and the suffix survive truncation and are pooled. If truncation leaves no token of
+    the text, they are pooled, or else the last token. Other rules: see `TextSettings.pooling_rule`.
 
     Args:
-        tokenizer: A fast tokenizer. It is copied; its own settings do not change. A text that is too long loses its
-            end, or its start, with the prompt, if the tokenizer's `truncation_side` is `left`.
+        tokenizer: A fast tokenizer, which is copied. A text that is too long loses its end, or its start, with the
+            prompt, if the tokenizer's `truncation_side` is `left`.
         settings: Lengths, prompts and special tokens.
 
-    Raises:
-        OptionError: If the tokenizer is slow, lacks a token that the settings need, or merges the suffix with the text.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4 (Eq. 2); the released `modeling_nvembed.py`. Differs: the
         release tokenises the instruction separately to count its tokens, and appends EOS before truncation, which can
         remove it. The rule `instruction_count` does the same.
@@ -61,11 +56,10 @@ class TextTokenizer:
         self._backend = copied_backend(tokenizer)
         probe = self._backend.encode("a")
         self._num_trailing = sum(takewhile(bool, reversed(probe.special_tokens_mask)))
-        self._appended: list[int] = []
         eos = tokenizer.eos_token_id
         if settings.append_eos and eos is None:
             raise OptionError("data.text.append_eos", True, "needs a tokenizer with an eos_token", "set it to false")
-        self._appended += suffix_ids(self._backend, settings.suffix)
+        self._appended = suffix_ids(self._backend, settings.suffix)
         if settings.append_eos and probe.ids[-1:] != [eos]:
             self._appended += [eos]
         # Under this rule the appended tokens are part of the text, so truncation may remove them.
@@ -87,9 +81,6 @@ class TextTokenizer:
             texts: Texts without their prompts.
             role: Determines the length limit and the default prompt.
             prompts: One prompt for all texts, or one for each text; None for the prompt of this role in the settings.
-
-        Raises:
-            OptionError: If a prompt leaves no room for a token of the text; the message names the limit.
         """
         text_prompts = self._prompts(len(texts), role, prompts)
         joined = [prompt + text for prompt, text in zip(text_prompts, texts, strict=True)]
@@ -130,8 +121,7 @@ class TextTokenizer:
         rows = zip(encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
         spans = [TokenSpan(token, start, end, bool(special)) for token, (start, end), special in rows]
         added = self._appended if encoding.ids or self._appended else self._empty_text_ids
-        names = [str(self._backend.id_to_token(token)) for token in added]
-        return spans + [TokenSpan(name, 0, 0, True) for name in names]
+        return spans + [TokenSpan(str(self._backend.id_to_token(token)), 0, 0, True) for token in added]
 
     def _first_pooled(self, encoding: Encoding, prompt: str) -> int:
         """Index of the first pooled token; all later tokens are pooled."""
@@ -207,19 +197,16 @@ def _token_batch(ids: list[list[int]], firsts: list[int]) -> TokenBatch:
 class ContrastiveCollator:
     """Makes a `ContrastiveBatch` from examples; the batch depends on the examples only, not on rank or worker.
 
-    One positive of each example is drawn by its draw key; of its negatives the first (hardest) are used. An example
-    without a prompt gets the prompt of the role in the text settings.
-
-    In-context examples are other pairs of the batch from the same source, put into the query's prompt. The draw key
-    determines their number, up to `num_in_context_examples`; they fill at most half of the query's maximum length.
+    One positive of each example is drawn by its draw key; of its negatives the first (hardest) are used. In-context
+    examples are other pairs of the batch from the same source, put into the query's prompt. The draw key determines
+    their number; they fill at most half of the query's maximum length.
 
     Args:
         tokenizer: Joins prompts and texts and tokenises them.
         num_negatives: Maximum number of hard negatives per query, >= 0. NV-Embed uses 7.
-        surrogate_width: Width of the surrogate vectors of the examples, None if no source has any; the same for every
-            batch of a run, so that all ranks gather the same tensors.
+        surrogate_width: Width of the surrogate vectors of the examples, None if no source has any.
         num_in_context_examples: Maximum number of in-context examples per query, >= 0; bge-en-icl uses 5.
-        has_scores: Whether examples may have teacher scores; the same for every batch of a run.
+        has_scores: Whether examples may have teacher scores.
         teacher_tokens: Tokenises texts with prompts for an online teacher; None without a teacher.
 
     Source: in-context examples: Li et al. 2024 (bge-en-icl), arXiv:2409.15700, which draws them from the batch. MGH's

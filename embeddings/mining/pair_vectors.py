@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import CHECKED, check_manifest, check_vectors, file_lock, text_hash
+from embeddings.common.io import check_manifest, check_vectors, file_lock, text_hash
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
@@ -261,8 +261,7 @@ def _encode_side(
                 bar.update()
     # The shards that are still missing.
     job.run(lambda shard, path: writer.write(encoder, texts(shard), path), task, take_over=True)
-    # Each shard was checked when it was written, so training need not check it again.
-    job.finish(lambda: {CHECKED: True})
+    job.finish()
     return budget
 
 

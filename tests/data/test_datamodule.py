@@ -249,9 +249,7 @@ def test_a_config_can_set_every_option(options):
         (
             {"path": ["gone.jsonl", "data/docstrings/train.jsonl.gz", "a*.none", "${TEST_UNSET}/x"]},
             {},
-            r"data\.sources: 4 paths match no file: gone\.jsonl \(no such file\), data/docstrings/train\.jsonl\.gz "
-            r"\(no such file\), a\*\.none \(no file matches\) and 1 more; check the path and run: python main\.py "
-            r"prepare docstrings --output data/docstrings and check the pattern and run: export TEST_UNSET=FOLDER$",
+            r"4 errors: gone\.jsonl: no such file; .*check the pattern .* TEST_UNSET is not set",
         ),
         ({"surrogate_vectors": "gone"}, {}, "this output has no manifest"),
         ({"weight": 2.0}, {}, r"data\.sources\[\]\.weight cannot take effect"),

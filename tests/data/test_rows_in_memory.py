@@ -59,7 +59,7 @@ def test_arrays_are_written_as_lists(tmp_path):
     [
         ([], "source 'a': there are no rows"),
         ({"train": pairs(3)}, r"rows\[0\]: is a str, expected a mapping .*; choose a split of a DatasetDict"),
-        ([*pairs(2), {"query": date(2024, 1, 1)}], r"source 'a': rows\[2\]: cannot be written as JSON \(a date\)"),
+        ([*pairs(2), {"query": date(2024, 1, 1)}], r"source 'a': rows\[2\]: cannot be written as JSON \(.*date"),
     ],
 )
 def test_rows_that_cannot_be_written_are_refused_and_nothing_is_left(tmp_path, rows, message):

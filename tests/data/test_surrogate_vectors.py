@@ -1,13 +1,12 @@
 import json
-import os
 import pickle
 
 import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.io import CHECKED, text_hash
-from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
+from embeddings.common.io import text_hash
+from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
@@ -37,30 +36,24 @@ def documents_of(plain):
     return list(dict.fromkeys(text for row in range(8) for text in plain.cached.table.row(row).positives))
 
 
-def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path, monkeypatch):
+def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
     vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.key)
     documents = documents_of(plain)
     assert vectors.width == 4
-    with monkeypatch.context() as patch:
-        # A worker does not check again the vectors that its parent checked.
-        patch.setattr(surrogate_vectors._Shards, "check", lambda _: pytest.fail("read"))
-        copied = pickle.loads(pickle.dumps(vectors))
-    for each in (vectors, copied):
+    for each in (vectors, pickle.loads(pickle.dumps(vectors))):
         for row in range(8):
             assert number_of(each.query(row)) == row + 0.25
             expected = [documents.index(text) for text in plain.cached.table.row(row).positives]
             assert number_of(each.positives(row)).tolist() == expected
 
 
-def test_the_vectors_that_the_jobs_write_are_read_and_marked_as_checked(plain, tmp_path):
+def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
     from embeddings.inference import Encoder
     from embeddings.mining.pair_vectors import encode_pairs
     from tests.inference.models import tiny_embedder
 
     encoder = Encoder(tiny_embedder(), precision="float32")
     written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3, negatives=True)
-    for name in ("queries", "documents"):
-        assert json.loads((tmp_path / "s" / name / "manifest.json").read_text())[CHECKED] is True
     vectors = SurrogateVectors(tmp_path / "s", plain.cached.key)
     assert vectors.width == written.query_shards.embedding_dim
     queries, documents = (np.concatenate(list(shards)) for shards in (written.query_shards, written.document_shards))
@@ -149,51 +142,30 @@ def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(pl
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
-@pytest.mark.parametrize("damage", ["wider", "short", "float64", "no rows", "cut", "long", "empty", "text"])
-def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damage, plain, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["wider", "short", "float64", "no rows", "cut", "empty", "text"])
+def test_a_damaged_shard_is_named_at_the_start(role, damage, plain, tmp_path):
     path = write_surrogates(tmp_path / "s", plain.cached) / role / "vectors-00002.npy"
     vectors = np.load(path)
-    whole = path.read_bytes()
-    contents = {"cut": whole[:-4], "long": whole + whole[-4:], "empty": b"", "text": b"vectors"}
+    contents = {"cut": path.read_bytes()[:-4], "empty": b"", "text": b"vectors"}
     if damage in contents:
         path.write_bytes(contents[damage])
     else:
         damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
         np.save(path, damaged.get(damage, vectors.astype(np.float64)))
     rewrite_manifest(path.with_name("manifest.json"))
-    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
-    says = rf"{role}/vectors-00002\.npy: (contains|is longer|is missing, empty or damaged)"
+    says = rf"{role}/vectors-00002\.npy: (contains|is missing, empty or damaged)"
     refused(InputError, says, with_vectors, plain, tmp_path / "s")
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (1, "of length 2")])
-def test_an_invalid_vector_is_named_by_shard_and_row(role, value, kind, plain, tmp_path):
+def test_an_invalid_vector_is_named_by_shard_and_row_when_it_is_drawn(role, value, kind, plain, tmp_path):
     path = write_surrogates(tmp_path / "s", plain.cached) / role / "vectors-00001.npy"
     vectors = np.load(path)
     vectors[2] = value
     np.save(path, vectors)
     rewrite_manifest(path.with_name("manifest.json"))
-    expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
-    refused(InputError, expected, with_vectors, plain, tmp_path / "s")
-    # A vector that is damaged later is found when it is drawn.
-    opened = SurrogateVectors(tmp_path / "s", plain.cached.key, check_vectors=False)
+    opened = SurrogateVectors(tmp_path / "s", plain.cached.key)
     assert (opened.query(0) @ opened.query(0), opened.positives(1).shape) == (pytest.approx(1), (2, 4))
-    with pytest.raises(InputError, match=expected):
+    with pytest.raises(InputError, match=rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"):
         [(opened.query(row), opened.positives(row)) for row in range(8)]
-
-
-def test_vectors_that_the_job_checked_are_not_read_again_but_those_written_later_are(plain, tmp_path, monkeypatch):
-    folder = write_surrogates(tmp_path / "s", plain.cached)
-    for name in ("queries", "documents"):
-        rewrite_manifest(folder / name / "manifest.json", **{CHECKED: True})
-        os.utime(folder / name / "manifest.json", ns=(2 * 10**18, 2 * 10**18))
-    read, real = [], surrogate_vectors._Shards._map
-    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda self, shard: read.append(shard) or real(self, shard))
-    with_vectors(plain, folder)
-    assert read == []
-    path = folder / "documents" / "vectors-00002.npy"
-    np.save(path, 0 * np.load(path))
-    os.utime(path, ns=(3 * 10**18, 3 * 10**18))
-    refused(InputError, r"documents/vectors-00002\.npy:0: the vector is zero", with_vectors, plain, folder)
-    assert read == [2]
