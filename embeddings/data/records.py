@@ -198,7 +198,7 @@ def usual_pairs(rows: Sequence[Mapping[str, Any]], columns: Columns) -> UsualPai
 
     That is a row which is invalid or suspect, with scores, levels, a text twice, a list as text or ambiguous columns.
     """
-    values = _usual_values(rows, columns, RECORD_FIELDS, PAIR_FIELDS)
+    values = _usual_values(rows, columns)
     if values is None or values["scores"].count(None) < len(rows):
         return None
     queries, instructions, scores = values["query"], values["instruction"], values["score"]
@@ -222,32 +222,10 @@ def usual_pairs(rows: Sequence[Mapping[str, Any]], columns: Columns) -> UsualPai
     return UsualPairs(queries, positives, negatives, labels, numbers, ids, instructions, languages)
 
 
-def usual_labelled_texts(rows: Sequence[Mapping[str, Any]], columns: Columns) -> list[LabelledText] | None:
-    """What `parse_labelled_text` returns for each row, or None if a row needs it."""
-    values = _usual_values(rows, columns, LABELLED_FIELDS, LABELLED_FIELDS)
-    if values is None or _usual_texts(values["text"]) is None:
-        return None
-    if _usual_texts(label for label in values["label"] if type(label) is not int) is None:
-        return None
-    return list(map(LabelledText, values["text"], map(label_key, values["label"])))
-
-
-def usual_scored_pairs(rows: Sequence[Mapping[str, Any]], columns: Columns) -> list[ScoredPair] | None:
-    """What `parse_scored_pair` returns for each row, or None if a row needs it."""
-    values = _usual_values(rows, columns, SCORED_FIELDS, SCORED_FIELDS)
-    if values is None or _usual_texts(values["sentence1"] + values["sentence2"]) is None:
-        return None
-    if not all(map(_is_usual_number, values["score"])):
-        return None
-    return list(map(ScoredPair, values["sentence1"], values["sentence2"], map(float, values["score"])))
-
-
-def _usual_values(
-    rows: Sequence[Mapping[str, Any]], columns: Columns, fields: tuple[str, ...], wanted: tuple[str, ...]
-) -> dict[str, list[Any]] | None:
+def _usual_values(rows: Sequence[Mapping[str, Any]], columns: Columns) -> dict[str, list[Any]] | None:
     """The values of each field, None where a row has none; None if its column may differ between the rows."""
     names = frozenset(chain.from_iterable(rows))
-    used = _usual_columns(names, tuple(columns.items()), fields, wanted)
+    used = _usual_columns(names, tuple(columns.items()))
     mapped = [name for name in columns.values() if name is not None]
     if used is None or not all(name in row for name in mapped for row in rows):
         return None
@@ -259,16 +237,15 @@ def _usual_values(
 
 
 @lru_cache(maxsize=1024)
-def _usual_columns(
-    names: frozenset[str], columns: tuple[tuple[str, str | None], ...], fields: tuple[str, ...], wanted: tuple[str, ...]
-) -> dict[str, str | None] | None:
+def _usual_columns(names: frozenset[str], columns: tuple[tuple[str, str | None], ...]) -> dict[str, str | None] | None:
     """The column of each field in rows with columns `names`, or None if it may differ between the rows."""
     mapping = dict(columns)
-    used = {field: mapping.get(field, field) for field in fields}
+    used = {field: mapping.get(field, field) for field in RECORD_FIELDS}
     if any(mapping.values()):
-        return {field: None if field not in mapping and field in mapping.values() else used[field] for field in fields}
+        taken = set(mapping.values()) - mapping.keys()
+        return {field: None if field in taken else name for field, name in used.items()}
     marks = {name for name in ("score", "label", "similarity") if mapping.get(name, name) in names}
-    for name, alike in look_alikes(names, wanted).items():
+    for name, alike in look_alikes(names, PAIR_FIELDS).items():
         if used[alike] in names or (marks and alike in ("query", "positive")):
             return None
         used[alike] = None if alike in mapping else name

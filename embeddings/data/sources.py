@@ -166,6 +166,10 @@ class SourceConfig(Origin):
     def fields(self) -> tuple[str, ...]:
         return _FIELDS[self.conversion]
 
+    @property
+    def score_threshold(self) -> float:
+        return 4.0 if self.min_score is None else self.min_score
+
     def query_prompts(self, text: TextSettings) -> tuple[str | None, ...]:
         """The possible prompts of a query, of which one is drawn for each example; None for that of the settings."""
         if self.instruction is None:

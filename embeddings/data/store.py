@@ -6,18 +6,17 @@ A folder is named by the hash of the files and the settings; the key of a source
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,23 +34,9 @@ from embeddings.common.io import (
 )
 from embeddings.common.jobs import progress_bar
 from embeddings.common.process import is_first_process, logger
-from embeddings.common.text import canonical
+from embeddings.data.conversion import GROUP_ROWS, Facts, Suspects, convert, groups_of, usable_records
 from embeddings.data.readers import Block, Reader
-from embeddings.data.records import (
-    PAIR_FIELDS,
-    Columns,
-    Negative,
-    Record,
-    UsualPairs,
-    look_alikes,
-    parse_labelled_text,
-    parse_record,
-    parse_scored_pair,
-    substitute_columns,
-    usual_labelled_texts,
-    usual_pairs,
-    usual_scored_pairs,
-)
+from embeddings.data.records import Record
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
@@ -61,10 +46,6 @@ ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", 
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
 # Slices of a batch beyond which gathering its rows at once is faster.
 _MAX_SLICES = 6
-# Rows that are checked together; if one is unusual, all are parsed one by one.
-_GROUP_ROWS = 64
-DEFAULT_MIN_SCORE = 4.0
-_NUM_COLUMN_ROWS, _MAX_NAMED_SUSPECTS = 100, 3
 _FIX = "delete the folder and run again"
 _SETTINGS = ("layout", "columns", "min_score", "suspect_rows")
 _SCHEMA = pa.schema(
@@ -79,9 +60,6 @@ _SCHEMA = pa.schema(
     ]
 )
 Int64s = NDArray[np.int64]
-T = TypeVar("T")
-ParseUsual = Callable[[Sequence[Mapping[str, Any]], Columns], list[T] | None]
-Parse = Callable[[Mapping[str, Any], Columns, str], T]
 
 
 class StoredRow(NamedTuple):
@@ -99,9 +77,8 @@ class StoredRow(NamedTuple):
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`, one batch in memory at a time; returns their number."""
     remaining = iter(rows)
-    return _write_columns(
-        folder, (zip(*group, strict=True) for group in iter(lambda: [*islice(remaining, _GROUP_ROWS)], []))
-    )
+    groups = iter(lambda: list(islice(remaining, GROUP_ROWS)), [])
+    return _write_columns(folder, (zip(*group, strict=True) for group in groups))
 
 
 def _write_columns(folder: Path, groups: Iterable[Iterable[Sequence[Any]]]) -> int:
@@ -117,28 +94,25 @@ def _write_columns(folder: Path, groups: Iterable[Iterable[Sequence[Any]]]) -> i
 
 def _batches(groups: Iterable[Iterable[Sequence[Any]]]) -> Iterator[list[list[Any]]]:
     """The columns of batches, each of which ends with the row that reaches one of the limits."""
-    batch, characters = _empty_columns(), 0
+    batch: list[list[Any]] = [[] for _ in _SCHEMA]
+    characters = 0
     for columns in map(list, groups):
-        queries, positives, negatives, *_ = columns
-        total = sum(map(len, chain(queries, chain.from_iterable(positives), chain.from_iterable(negatives))))
-        if len(batch[0]) + len(queries) < MAX_BATCH_ROWS and characters + total < MAX_BATCH_CHARACTERS:
-            for held, values in zip(batch, columns, strict=True):
+        fits = len(batch[0]) + len(columns[0]) < MAX_BATCH_ROWS
+        fits = fits and characters + _num_characters(columns) < MAX_BATCH_CHARACTERS
+        for part in [columns] if fits else [[[value] for value in row] for row in zip(*columns, strict=True)]:
+            for held, values in zip(batch, part, strict=True):
                 held.extend(values)
-            characters += total
-            continue
-        for row in zip(*columns, strict=True):
-            for held, value in zip(batch, row, strict=True):
-                held.append(value)
-            characters += len(row[0]) + sum(map(len, chain(*row[1:3])))
+            characters += _num_characters(part)
             if len(batch[0]) >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
                 yield batch
-                batch, characters = _empty_columns(), 0
+                batch, characters = [[] for _ in _SCHEMA], 0
     if batch[0]:
         yield batch
 
 
-def _empty_columns() -> list[list[Any]]:
-    return [[] for _ in _SCHEMA]
+def _num_characters(columns: Sequence[Sequence[Any]]) -> int:
+    queries, positives, negatives, *_ = columns
+    return sum(map(len, chain(queries, chain.from_iterable(positives), chain.from_iterable(negatives))))
 
 
 class Table:
@@ -240,183 +214,9 @@ def damaged(folder: Path) -> InputError:
     return InputError(str(folder), "the converted data is damaged", _FIX)
 
 
-@dataclass
-class Suspects:
-    """The number of suspect rows of a source (`Record.suspicion`), and the first ones with the reason."""
-
-    count: int = 0
-    first: list[list[str]] = field(default_factory=list)
-
-    def note(self, where: str, suspicion: str) -> None:
-        self.count += 1
-        if len(self.first) < _MAX_NAMED_SUSPECTS:
-            self.first.append([where, suspicion])
-
-    def __str__(self) -> str:
-        named = ", ".join(f"{where} ({suspicion})" for where, suspicion in self.first)
-        more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
-        what = "suspect row" if self.count == 1 else "suspect rows"
-        return f"{self.count} {what}: {named}{more}"
-
-    def check(self, config: SourceConfig) -> None:
-        if self.count and config.suspect_rows == "refuse":
-            fix = "correct them, or set suspect_rows: leave_out (or keep)"
-            raise InputError(f"source {config.name!r}", str(self), fix)
-
-
-@dataclass
-class Facts:
-    """Facts about the rows, collected during a conversion. Memory grows with the number of classes, not of rows.
-
-    Attributes:
-        labels: Code of each class, by its text, in order of appearance.
-        lone_text: Canonical text of each class whose texts are all equal so far.
-        first_row: File and row of the first row of each class.
-        longest_instruction: File and row, and the instruction.
-        columns: Non-null columns of the first rows.
-        substitutes: Columns that stand in for a field of another name, each with the field.
-    """
-
-    labels: dict[str, int] = field(default_factory=dict)
-    lone_text: dict[int, str] = field(default_factory=dict)
-    first_row: dict[int, str] = field(default_factory=dict)
-    suspects: Suspects = field(default_factory=Suspects)
-    longest_instruction: tuple[str, str] | None = None
-    highest_score: float = -math.inf
-    columns: dict[str, None] = field(default_factory=dict)
-    substitutes: dict[str, str] = field(default_factory=dict)
-
-    def code(self, label: str | None, where: str, text: str | None = None) -> int:
-        """The code of a class, assigned at its first row; -1 without a class. `text` is a labelled text."""
-        if label is None:
-            return -1
-        code = self.labels.setdefault(label, len(self.labels))
-        if code not in self.first_row:
-            self.first_row[code] = where
-            if text is not None:
-                self.lone_text[code] = canonical(text)
-        elif text is not None and self.lone_text.get(code) != canonical(text):
-            self.lone_text.pop(code, None)
-        return code
-
-    def instruction(self, instruction: str | None, where: str) -> str:
-        """The instruction of a record, "" for none; notes the longest."""
-        if instruction and (self.longest_instruction is None or len(instruction) > len(self.longest_instruction[1])):
-            self.longest_instruction = (where, instruction)
-        return instruction or ""
-
-    @property
-    def lone_class(self) -> list[str] | None:
-        """The first class whose texts are all equal, with the file and row of its first row, or None."""
-        if not self.lone_text:
-            return None
-        code = min(self.lone_text)
-        return [list(self.labels)[code], self.first_row[code]]
-
-    def noting_columns(self, config: SourceConfig, blocks: Iterable[Block]) -> Iterator[Block]:
-        """The same blocks; notes the columns of the first rows."""
-        wanted, num_left = PAIR_FIELDS if config.conversion == "pairs" else config.fields, _NUM_COLUMN_ROWS
-        for block in blocks:
-            for row in block.fields[:num_left]:
-                self.columns |= dict.fromkeys(str(name) for name, value in row.items() if value is not None)
-                substitutes = {} if any(config.columns.values()) else substitute_columns(row, wanted)
-                self.substitutes |= {name: field for field, names in substitutes.items() for name in names}
-            num_left = max(0, num_left - len(block.fields))
-            yield block
-
-    def unused_columns(self, config: SourceConfig) -> dict[str, str]:
-        """Unused columns whose names resemble a field of a record, each with the field; "" for a score."""
-        if config.conversion != "pairs":
-            return {}
-        mapped = {*config.columns.values(), *self.substitutes}
-        unused = look_alikes([name for name in self.columns if name not in mapped], config.fields)
-        return unused | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
-
-
 def layout(conversion: Conversion) -> str:
     """Conversions with the same layout of the stored rows share a converted source."""
     return {"pairs": "records", "sts": "scored"}.get(conversion, "labelled")
-
-
-def min_score(config: SourceConfig) -> float:
-    return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
-
-
-def convert(config: SourceConfig, blocks: Iterable[Block], facts: Facts) -> Iterator[Iterable[Sequence[Any]]]:
-    """The rows to store, as columns of `StoredRow`; adds to `facts`."""
-    for group in _groups(blocks):
-        usual = usual_pairs(group.fields, config.columns) if config.conversion == "pairs" else None
-        if usual is not None:
-            yield _usual_columns(group, usual, facts)
-        elif rows := list(_stored_rows(config, group, facts)):
-            yield zip(*rows, strict=True)
-    threshold = min_score(config)
-    if config.conversion == "sts" and facts.highest_score < threshold:
-        what = f"no pair reaches the score {threshold:g} (the highest is {facts.highest_score:g})"
-        raise InputError(f"source {config.name!r}", what, "set min_score to the scale of the source")
-
-
-def _groups(blocks: Iterable[Block]) -> Iterator[Block]:
-    for name, numbers, fields in blocks:
-        for start in range(0, len(fields), _GROUP_ROWS):
-            part = slice(start, start + _GROUP_ROWS)
-            yield Block(name, numbers[part], fields[part])
-
-
-def _usual_columns(group: Block, pairs: UsualPairs, facts: Facts) -> Sequence[Sequence[Any]]:
-    count = len(pairs.query)
-    labels, instructions = [-1] * count, [""] * count
-    if any(pairs.label) or any(pairs.instruction):
-        places = [row.where for row in group.rows]
-        labels = list(map(facts.code, pairs.label, places))
-        instructions = list(map(facts.instruction, pairs.instruction, places))
-    levels = [(0,) * len(negatives) for negatives in pairs.negatives]
-    return pairs.query, pairs.positives, pairs.negatives, levels, labels, instructions, [()] * count
-
-
-def _stored_rows(config: SourceConfig, group: Block, facts: Facts) -> Iterator[StoredRow]:
-    if layout(config.conversion) == "labelled":
-        for where, (text, label) in _parsed(group, config, usual_labelled_texts, parse_labelled_text):
-            yield StoredRow(text, label=facts.code(label, where, text))
-        return
-    for where, record in _records(config, group, facts):
-        texts, levels = zip(*record.negatives, strict=True) if record.negatives else ((), ())
-        code, instruction = facts.code(record.label, where), facts.instruction(record.instruction, where)
-        yield StoredRow(record.query, record.positives, texts, levels, code, instruction, record.scores)
-
-
-def _records(config: SourceConfig, group: Block, facts: Facts) -> Iterator[tuple[str, Record]]:
-    """The records that training uses, each with its file and row.
-
-    A pair of `sts` with a high enough score becomes two records, one in each direction. Suspect records are used only
-    under `suspect_rows: keep`.
-    """
-    if config.conversion == "sts":
-        for where, (first, second, score) in _parsed(group, config, usual_scored_pairs, parse_scored_pair):
-            facts.highest_score = max(facts.highest_score, score)
-            if score >= min_score(config):
-                yield where, Record(first, (second,))
-                yield where, Record(second, (first,))
-        return
-    for where, record in _parsed(group, config, _usual_records, parse_record):
-        if suspicion := record.suspicion:
-            facts.suspects.note(where, suspicion)
-        if not suspicion or config.suspect_rows == "keep":
-            yield where, record
-
-
-def _usual_records(rows: Sequence[Mapping[str, Any]], columns: Columns) -> list[Record] | None:
-    if (usual := usual_pairs(rows, columns)) is None:
-        return None
-    query, positives, texts, *others = usual
-    return list(map(Record, query, positives, (tuple(map(Negative, each)) for each in texts), *others))
-
-
-def _parsed(group: Block, config: SourceConfig, usual: ParseUsual[T], parse: Parse[T]) -> Iterator[tuple[str, T]]:
-    """Each row parsed, with its file and row: together if all are usual, else one by one."""
-    found: Iterable[T] | None = usual(group.fields, config.columns)
-    for row, value in zip(group.rows, [None] * len(group.fields) if found is None else found, strict=True):
-        yield row.where, parse(row.fields, config.columns, row.where) if value is None else value
 
 
 def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
@@ -539,14 +339,15 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     settings = {
         "layout": layout(config.conversion),
         "columns": dict(sorted(config.columns.items())),
-        "min_score": min_score(config) if config.conversion == "sts" else None,
-        # A refused source is not stored, so `refuse` and `leave_out` share a folder.
+        "min_score": config.score_threshold if config.conversion == "sts" else None,
         "suspect_rows": "keep" if config.suspect_rows == "keep" else "leave_out",
     }
     identity = {"schema_version": SCHEMA_VERSION, **settings, "inputs": inputs.identity}
     cached = CachedSource(converted_folder(root, identity, partial(_convert, config, inputs)))
     inputs.remember()
-    cached.suspects.check(config)
+    if cached.suspects.count and config.suspect_rows == "refuse":
+        fix = "correct them, or set suspect_rows: leave_out (or keep)"
+        raise InputError(f"source {config.name!r}", str(cached.suspects), fix)
     if cached.suspects.count and is_first_process():
         done, other = ("kept", "leave_out") if config.suspect_rows == "keep" else ("left out", "keep or refuse")
         logger.warning("source %s: %s; %s (else suspect_rows: %s)", config.name, cached.suspects, done, other)
@@ -561,8 +362,8 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[s
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the job started", "start again")
-    facts, blocks = Facts(), _with_progress(f"reading {config.name}", _readers(config, inputs))
-    yield from (record for group in _groups(blocks) for record in _records(config, group, facts))
+    blocks = _with_progress(f"reading {config.name}", _readers(config, inputs))
+    yield from (record for group in groups_of(blocks) for record in usable_records(config, group))
     inputs.require_unchanged()
 
 
@@ -576,7 +377,6 @@ def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity:
     readers = _readers(config, inputs)
     blocks = _with_progress(f"converting {config.name}", readers)
     num_rows = _write_columns(folder, convert(config, facts.noting_columns(config, blocks), facts))
-    facts.suspects.check(config)
     if num_rows == 0:
         what = f"no row can be used: {facts.suspects}"
         raise InputError(f"source {config.name!r}", what, "correct them, or set suspect_rows: keep")

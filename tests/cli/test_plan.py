@@ -224,7 +224,7 @@ def test_everything_that_is_missing_is_named_in_one_line(has_teacher, tmp_path, 
     # The architecture of the second is not known.
     model = "mistralai/Mistral-7B-v0.1" if has_teacher else "nobody/unknown"
     config["model"]["init_args"]["backbone"]["name"] = model
-    parts = ["--ckpt_path no.ckpt: no such file", model, "| one.jsonl: no such file; check the path | two.jsonl"]
+    parts = ["--ckpt_path no.ckpt: no such file", model, "one.jsonl: no such file", "two.jsonl: no such file"]
     parts += ["group_1/manifest.json", "group_2/manifest.json", "eval: is not a folder"]
     if has_teacher:
         loss = component("embeddings.losses.SimilarityDistillation", teacher="no_teacher", temperature=0.05)
