@@ -29,7 +29,7 @@ def source(folder, *rows, **options):
     return dataset(folder, [row for part in rows for row in part], **options)
 
 
-def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path, caplog):
+def test_records_without_a_level_are_refused_by_number_or_counted(tmp_path, caplog):
     caplog.set_level("INFO", logger="embeddings")
     whole, partial = source(tmp_path, graded(5), name="whole"), source(tmp_path, graded(2), graded(3, (1, 2, 4)))
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
@@ -42,16 +42,12 @@ def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path, capl
     check_levels([whole], EVERY, allow_missing=False)
     check_levels([whole, partial], (1, 2, 4), allow_missing=False)
     assert caplog.messages == []
-    check_levels([whole, classes], EVERY, allow_missing=True)
-    assert caplog.messages == ["source classes: 6 of 6 records have no negative with a level"]
-
-
-def test_missing_levels_are_counted_if_coarser_levels_may_replace_them(tmp_path, caplog):
-    with caplog.at_level("INFO", logger="embeddings"):
-        check_levels([source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4))], EVERY, allow_missing=True)
+    some = source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4), name="some")
+    check_levels([whole, classes, some], EVERY, allow_missing=True)
     assert caplog.messages == [
-        "source source: 3 of 9 records have no negative of level 3",
-        "source source: 4 of 9 records have no negative with a level",
+        "source classes: 6 of 6 records have no negative with a level",
+        "source some: 3 of 9 records have no negative of level 3",
+        "source some: 4 of 9 records have no negative with a level",
     ]
 
 

@@ -101,7 +101,7 @@ def test_every_field_of_a_batch_equals_one_written_by_hand():
     assert (batch.negative_level, batch.to("cpu").negative_level) == (3, 3)
 
 
-def test_an_empty_prompt_replaces_the_default_prompt_and_a_missing_one_does_not():
+def test_an_empty_prompt_replaces_that_of_the_settings_and_a_missing_one_does_not():
     collate = make(0, prompts={"query": "search query ", "document": "passage "})
     for prompt, query, document in ((None, "search query fox", "passage dog"), ("", "fox", "dog")):
         batch = collate([Example(0, 0, 0, "fox", ("dog",), query_prompt=prompt, document_prompt=prompt)])
@@ -115,10 +115,3 @@ def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen():
     apart = [make(0)([example]).candidate_hash_C.item() for example in drawn[:5]]
     assert together[:5] == apart
     assert {text_hash(text) for text in positives} == set(together)
-
-
-def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role():
-    batch = make(1, prompts={"query": "search_query: ", "document": "a: "})(examples())
-    assert texts_of(batch.query) == ["search _ query : fox", "search _ query : sum", "search _ query : pad"]
-    assert texts_of(batch.candidate)[0] == "a : the fox"
-    assert texts_of(batch.candidate)[1].startswith("search _ document : ")

@@ -22,22 +22,19 @@ from tests.helpers.refusals import refused
 
 def test_a_list_of_sources_is_read_from_a_config():
     hub = {"split": "train", "revision": "main", "instruction": ["find passages", "answer the question"]}
-    files = {"path": ["a.jsonl", "b.parquet"], "columns": {"query": "question"}, "weight": 2}
-    toxic = {"path": "$DATA/toxic.jsonl", "label_texts": {0: "harmless", 1: "toxic"}, "in_batch_negatives": False}
+    toxic = {"label_texts": {0: "harmless", 1: "toxic"}, "in_batch_negatives": False}
     given = [
         {"name": "msmarco", "path": "hub:org/msmarco", **hub},
-        {"name": "files", **files},
-        {"name": "toxic", "conversion": "binary_by_label", **toxic},
+        {"name": "files", "path": ["a.jsonl", "b.parquet"], "columns": {"query": "question"}, "weight": 2},
+        {"name": "toxic", "path": "$DATA/toxic.jsonl", "conversion": "binary_by_label", **toxic},
     ]
-    sources = configured(sources=given).sources
-    assert [source.name for source in sources] == ["msmarco", "files", "toxic"]
-    assert sources[0].is_hub
+    msmarco, files, labelled = configured(sources=given).sources
+    assert msmarco == SourceConfig("msmarco", "hub:org/msmarco", **hub)
+    assert files == SourceConfig("files", ["a.jsonl", "b.parquet"], columns={"query": "question"}, weight=2.0)
+    assert labelled == SourceConfig("toxic", "$DATA/toxic.jsonl", conversion="binary_by_label", **toxic)
     prompts = tuple(f"Instruct: {task}\nQuery: " for task in hub["instruction"])
-    assert sources[0].query_prompts(TextSettings()) == prompts
-    assert (sources[1].path, sources[1].columns, sources[1].weight) == (files["path"], files["columns"], 2.0)
-    assert (sources[2].path, sources[2].in_batch_negatives) == ("$DATA/toxic.jsonl", False)
-    assert sources[2].label_texts == toxic["label_texts"]
-    assert sources[1].query_prompts(TextSettings()) == (None,)
+    assert msmarco.query_prompts(TextSettings()) == prompts
+    assert files.query_prompts(TextSettings()) == (None,)
     assert SourceConfig("a", "a", query_prompt="query: ").query_prompts(TextSettings()) == ("query: ",)
 
 

@@ -57,7 +57,8 @@ def test_negatives_sorted_by_level_keep_their_scores():
 
 @pytest.mark.parametrize("rule", [None, LevelRule(1, cumulative=True), LevelRule(3, cumulative=True), LevelRule(1)])
 def test_the_scores_of_an_example_are_those_of_its_texts(rule, tmp_path):
-    source = dataset(tmp_path, mixed(9))
+    source, plain = dataset(tmp_path, mixed(9)), dataset(tmp_path, pairs(4), name="plain")
+    assert [Mixture(sources).has_scores for sources in ([plain], [source], [plain, source])] == [False, True, True]
     orders = set()
     for draw in range(12):
         for number, example in enumerate(source.__getitems__([PlanEntry(row, draw, rule) for row in range(9)])):
@@ -84,12 +85,6 @@ def test_a_batch_has_the_score_of_each_candidate():
     assert collate([replace(example, scores=()) for example in examples]).teacher_score_C.isnan().all()
     collate.has_scores = False
     assert collate(examples).teacher_score_C is None
-
-
-def test_a_mixture_has_scores_if_one_source_has_them(tmp_path):
-    plain = dataset(tmp_path, pairs(4), name="plain")
-    source = dataset(tmp_path, scored(pairs(4)), name="scored")
-    assert [Mixture(sources).has_scores for sources in ([plain], [source], [plain, source])] == [False, True, True]
 
 
 def test_records_are_written_with_null_for_what_the_teacher_did_not_score(tmp_path):
