@@ -22,6 +22,8 @@ from embeddings.data.records import PAIR_FIELDS, Cell, look_alikes
 
 MAX_LINE_BYTES = 32 * 2**20
 _CHUNK_BYTES = 2**20
+# A small gzip file can contain so many blank lines that reading takes hours.
+MAX_BLANK_LINES = 2**24
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 # First bytes of common files that cannot be read, and what they are.
 _FOREIGN = {
@@ -127,7 +129,7 @@ class LineReader(Reader):
 
     def _chunks(self) -> Iterator[tuple[int, list[bytes]]]:
         """The lines of the file, some at a time, with the number of the first."""
-        number, rest = 1, None
+        number, rest, num_blank = 1, None, 0
         with open(self.path, "rb") as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
             while chunk := self._read(file, number):
                 text = self._without_mark(chunk) if rest is None else rest + chunk
@@ -135,6 +137,10 @@ class LineReader(Reader):
                 *lines, rest = text.split(b"\n")
                 yield number, [line + b"\n" for line in lines]
                 number += len(lines)
+                num_blank = 0 if chunk.strip() else num_blank + len(lines)
+                if num_blank > MAX_BLANK_LINES:
+                    what = f"{MAX_BLANK_LINES} consecutive blank lines"
+                    raise InputError(f"{self.path}:{number}", what, "remove them, or leave the file out")
                 if len(rest) > MAX_LINE_BYTES:
                     what = f"the row is longer than {MAX_LINE_BYTES >> 20} MiB"
                     fix = "check that the file is JSON lines or CSV, or shorten the text"

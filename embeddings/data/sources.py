@@ -193,6 +193,8 @@ class SourceConfig(Origin):
         for option in ("max_rows", "num_negatives"):
             if (count := getattr(self, option)) is not None and count < 1:
                 raise self.fault(option, count, "must be >= 1", "leave it out for the default")
+        if not all(map(str.strip, self.label_texts.values())):
+            raise self.fault("label_texts", self.label_texts, "must not contain an empty text", "write the text")
         for option, where in _ONLY_ON.items():
             default = self.__dataclass_fields__[option].default
             if (value := getattr(self, option)) not in (default, {}) and self.conversion not in where:

@@ -61,6 +61,7 @@ def test_a_list_of_sources_is_read_from_a_config():
         ({"single_text_classes": "leave_out"}, "single_text_classes has no effect on conversion pairs"),
         ({"min_score": 4.0}, "min_score has no effect on conversion pairs"),
         ({"label_texts": {"0": "no"}}, "label_texts has no effect on conversion pairs"),
+        ({"label_texts": {"0": " "}, "conversion": "binary_by_label"}, "label_texts must not contain an empty text"),
         ({"surrogate_vectors": "v", "conversion": "class_by_example"}, "surrogate_vectors has no effect on conversion"),
     ],
 )
@@ -257,3 +258,16 @@ def test_an_unreachable_hub_is_reported_in_one_line_with_a_fix(monkeypatch):
     )
     refused(InputError, says, resolve_revision, "org/name", None)
     refused(InputError, says, list, HubReader("org/name", None, "train", COMMIT))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_blank_lines_without_an_end_are_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(readers, "MAX_BLANK_LINES", 2**21)
+    path = tmp_path / f"blank{suffix}"
+    with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
+        file.write(LINE + b" \n" * 1000 + LINE)
+        for _ in range(20):
+            file.write(b"\n" * 2**20)
+    rows = iter(open_reader(path, ["query"], ["query"]))
+    assert [next(rows).fields["query"] for _ in range(2)] == ["q", "q"]
+    refused(InputError, rf"blank{suffix}:\d+: 2097152 consecutive blank lines; remove them", next, rows)
