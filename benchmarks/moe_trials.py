@@ -29,8 +29,7 @@ from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.losses.load_balancing import LoadBalancing
 from embeddings.models import BackboneConfig, Embedder
-from embeddings.models.moe.upcycling import Upcycling, parameter_counts
-from embeddings.models.rotary import write_rotary_model
+from embeddings.models.moe.upcycling import Upcycling, parameter_counts, write_rotary_model
 from embeddings.modules import MoEEmbedModule
 
 # Steps after which the entropy of the experts' load is recorded.

@@ -39,7 +39,7 @@ from embeddings.models.model_card import (
     write_model_card,
 )
 from embeddings.models.model_files import ADAPTER_FOLDER, CURVES_FILE, SCORES_FILE
-from embeddings.models.rotary import write_rotary_model
+from embeddings.models.moe.upcycling import write_rotary_model
 from embeddings.modules.checkpoint import configured_module, set_weights
 
 

@@ -10,7 +10,14 @@ from embeddings.models.latent_attention import LatentAttentionPooling, SelfAtten
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
 from embeddings.models.model_card import PushedModel, push_to_hub
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
-from embeddings.models.moe.upcycling import Upcycling, parameter_counts, set_expert_backend, upcycle
+from embeddings.models.moe.upcycling import (
+    Upcycling,
+    parameter_counts,
+    set_expert_backend,
+    to_rotary,
+    upcycle,
+    write_rotary_model,
+)
 from embeddings.models.pooling import (
     ClsPooling,
     LastTokenPooling,
@@ -18,7 +25,6 @@ from embeddings.models.pooling import (
     Pooling,
     WeightedMeanPooling,
 )
-from embeddings.models.rotary import to_rotary, write_rotary_model
 
 __all__ = [
     "AnchorTokenPooling",

@@ -8,8 +8,7 @@ from transformers import NomicBertConfig, NomicBertModel, XLMRobertaConfig, XLMR
 from transformers.trainer_utils import set_seed
 
 from embeddings.models.moe.experts import Experts, Router, Routing, RoutingSums
-from embeddings.models.moe.upcycling import Upcycling, upcycle
-from embeddings.models.rotary import to_rotary
+from embeddings.models.moe.upcycling import Upcycling, to_rotary, upcycle
 from tests.helpers.tiny import VOCAB_SIZE
 
 HIDDEN, INNER, EXPERTS = 16, 24, 8

@@ -1,30 +1,16 @@
 """Experts and routers compared with loop references: outputs, gradients, precision and back ends."""
 
-import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from embeddings.common import OptionError
-from embeddings.models.moe.experts import (
-    ROWS_BY_EXPERT,
-    Experts,
-    ExpertWeights,
-    Router,
-    grouped_experts,
-    loop_experts,
-    pass_experts,
-    shared_casts,
-)
+from embeddings.models.moe.experts import Experts, Router, grouped_experts, loop_experts, shared_casts
 from embeddings.models.moe.rotary_moe import MoeMlp
 from embeddings.models.moe.upcycling import set_expert_backend
-from embeddings.training.gradcache import GraphMemory
 from tests.models.moe import EXPERTS, HIDDEN, make_experts, make_router, random_tokens, routing_of, written_out
 
 BACKENDS = {"grouped_mm": grouped_experts, "loop": loop_experts}
@@ -222,126 +208,12 @@ def test_a_changed_weight_is_cast_again():
         assert not torch.equal(experts(random_tokens(2), routing), before)
 
 
-def test_gated_experts_with_many_rows_have_the_gradients_of_the_loop():
-    """They use `pass_experts`, whose backward recomputes the gate."""
-    experts, num_tokens = make_experts(gated=True), ROWS_BY_EXPERT * EXPERTS // 2
-    tokens, chosen = random_tokens(num_tokens), balanced(num_tokens, 2)
-    found, expected = (outcome(by(backend), experts, tokens, chosen) for backend in (grouped_experts, loop_experts))
-    assert max(errors(found, expected).values()) <= 1e-5
-
-
-SIZES = (5, 0, 1, 9)
-WIDTH, INNER_WIDTH = 6, 10
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
-
-
-def inputs(with_bias=True):
-    w1, w2 = drawn(4, INNER_WIDTH, WIDTH, seed=1), drawn(4, INNER_WIDTH, WIDTH, seed=2)
-    return [drawn(sum(SIZES), WIDTH), w1, w2, *([drawn(4, INNER_WIDTH, seed=3)] if with_bias else [])]
-
-
-def passed(row, w1, w2, bias=None):
-    return pass_experts(row, SIZES, ExpertWeights(w1, w2, bias, F.gelu))
-
-
-def looped_mlps(row, w1, w2, bias=None):
-    parts = []
-    for expert, part in enumerate(row.split(SIZES)):
-        inner = part @ w1[expert].T + (0 if bias is None else bias[expert])
-        parts.append(F.gelu(inner) @ w2[expert])
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize(("with_bias", "frozen"), [(False, None), *((True, index) for index in (None, 0, 1, 2, 3))])
-def test_output_and_gradients_equal_a_loop_over_mlps(with_bias, frozen):
-    found, factor = [], drawn(sum(SIZES), WIDTH, seed=5).detach()
-    for run in (passed, looped_mlps):
-        tensors = inputs(with_bias)
-        if frozen is not None:
-            tensors[frozen].requires_grad_(False)
-        output = run(*tensors)
-        output.backward(factor)
-        assert frozen is None or tensors[frozen].grad is None
-        # The expert without rows has gradients of zero, not uninitialised memory.
-        assert all(not stacked.grad[1].any() for stacked in tensors[1:] if stacked.requires_grad)
-        found.append([output.detach(), *(one.grad for one in tensors if one.requires_grad)])
-    assert len(found[0]) == 4 + with_bias - (frozen is not None)
-    assert all(value.abs().max() > 0 for value in found[0])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-
-
-def kept_bytes(experts, state, routing):
-    """The bytes that a forward pass stores for the backward pass, without the parameters."""
-    memory = GraphMemory()
-    with memory.measured(state.device, experts.parameters):
-        output = experts(state, routing)
-    assert output.requires_grad
-    return memory.num_bytes
-
-
-@pytest.mark.parametrize("activation", [F.gelu, nn.PReLU()])
-def test_experts_with_many_rows_store_one_inner_state_a_row_if_the_activation_has_no_weights(activation):
-    """Grouped products store the input and the output of the activation, two inner states per row."""
-    torch.manual_seed(0)
-    experts = Experts(8, 64, EXPERTS, activation=activation, backend=grouped_experts)
-    state = torch.randn(ROWS_BY_EXPERT * EXPERTS // 2, 8).requires_grad_()
-    chosen = (torch.arange(len(state))[:, None] + torch.arange(2)) % EXPERTS
-    inner_states = {}
-    for name, count in (("many", len(state)), ("one too few", len(state) - 1)):
-        num_bytes = kept_bytes(experts, state[:count], routing_of(chosen[:count]))
-        inner_states[name] = num_bytes // (2 * count * 64 * 4)
-    has_weights = isinstance(activation, nn.Module)
-    assert inner_states == {"many": 2 if has_weights else 1, "one too few": 2}
-    experts(state, routing_of(chosen)).sum().backward()
-    assert all(parameter.grad is not None for parameter in experts.parameters())
-
-
 def test_a_back_end_is_set_for_all_experts_of_a_model():
     model = nn.Sequential(make_experts(), nn.Sequential(make_experts()))
     set_expert_backend(model, "loop")
     assert model[0].backend is model[1][0].backend is loop_experts
     set_expert_backend(model, "grouped_mm")
     assert model[0].backend is model[1][0].backend is grouped_experts
-
-
-def test_an_unknown_back_end_and_a_megablocks_that_is_missing_are_refused(monkeypatch):
-    with pytest.raises(OptionError, match="expert_backend must be grouped_mm, loop or megablocks, got 'triton'"):
-        set_expert_backend(nn.Sequential(), "triton")
-    monkeypatch.delitem(sys.modules, "megablocks", raising=False)
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(OptionError, match=r"No module named 'megablocks': its newest release.* got 'megablocks'"):
-        set_expert_backend(make_experts(), "megablocks")
-
-
-def install(monkeypatch, available):
-    """Replace megablocks' grouped product by a loop with its requirements: contiguous matrices and int64 sizes."""
-
-    def gmm(a, b, batch_sizes, trans_b=False):
-        assert b.is_contiguous()
-        assert batch_sizes.dtype == torch.int64
-        parts = a.split(batch_sizes.tolist())
-        return torch.cat([part @ (matrix.T if trans_b else matrix) for part, matrix in zip(parts, b, strict=True)])
-
-    util = SimpleNamespace(ops=SimpleNamespace(gmm=gmm), grouped_gemm_is_available=lambda: available)
-    for name in ("megablocks", "megablocks.grouped_gemm_util"):
-        monkeypatch.setitem(sys.modules, name, util)
-
-
-def test_the_grouped_product_of_megablocks_has_the_same_output(monkeypatch):
-    install(monkeypatch, available=False)
-    with pytest.raises(OptionError, match="lacks its grouped product"):
-        set_expert_backend(make_experts(), "megablocks")
-    install(monkeypatch, available=True)
-    experts, tokens = make_experts().bfloat16(), random_tokens(40, torch.bfloat16)
-    routing = make_router()(tokens.float())
-    expected = experts(tokens, routing)
-    set_expert_backend(experts, "megablocks")
-    torch.testing.assert_close(experts(tokens, routing), expected)
-    with pytest.raises(OptionError, match="supports only bfloat16, got 'megablocks in torch"):
-        experts.float()(tokens.float(), routing)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
@@ -392,7 +264,6 @@ def test_noise_is_added_only_in_training_and_probabilities_are_float32():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_experts": 0, "top_k": 1}, "num_experts must be >= 1, got 0"),
         ({"num_experts": 4, "top_k": 0}, "top_k must be from 1 to the number of experts, 4, got 0"),
         ({"num_experts": 4, "top_k": 2, "noise": 1.0}, "noise must be >= 0 and < 1, got 1.0"),
     ],

@@ -23,15 +23,17 @@ from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.embedder import num_positions
 from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
 from embeddings.models.moe.upcycling import (
+    KINDS,
     Upcycling,
     load_metrics,
     moe_layers,
     parameter_counts,
     read_routing,
     routing_metrics,
+    to_rotary,
     upcycle,
+    write_rotary_model,
 )
-from embeddings.models.rotary import KINDS, to_rotary, write_rotary_model
 from embeddings.modules import MaskedLMModule
 from tests.helpers.contrastive import gradient_vector
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
@@ -298,10 +300,10 @@ def test_the_papers_model_has_475_million_parameters_of_which_305_are_active():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"top_k": 9}, "upcycling.top_k must be from 1 to the number of experts, 8, got 9"),
-        ({"every": 0}, "upcycling.every must be >= 1, got 0; the paper's model has 2"),
-        ({"first": -1}, "upcycling.first must be >= 0, got -1; the paper's model has 1"),
-        ({"mode": "half"}, "upcycling.mode must be preserving or release, got 'half'"),
+        ({"top_k": 9}, "upcycling.top_k must be at most the number of experts, 8, got 9"),
+        ({"every": 0}, "upcycling.every must be >= 1, got 0"),
+        ({"first": -1}, "upcycling.first must be >= 0, got -1"),
+        ({"noise": 1.0}, "upcycling.noise must be < 1, got 1.0"),
         ({"first": 2}, "upcycling.first must be < 2, the model's number of layers, got 2"),
     ],
 )

@@ -3,7 +3,7 @@
 This file travels inside model directories: it imports only torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,18 +38,18 @@ class Router(nn.Module):
         noise: Half the width of the uniform factor around 1 that the router's input is multiplied by in training; 0
             for none. Switch Transformer uses 0.01; the released model none.
 
-    Precision: logits, softmax and sums in float32 (float64 for float64 states), under autocast too.
-    Raises:
-        ValueError: If a number is out of range; the message has its name and value.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2, and the released code (no renormalisation, no noise).
-        Differs: logits are also in float32; in the released code only the softmax is.
+        Differs: logits, softmax and sums are in float32, under autocast too; in the released code only the softmax is.
     """
 
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, renormalize: bool = False, noise: float = 0.0
     ) -> None:
         super().__init__()
-        check_routing(num_experts, top_k, noise)
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k must be from 1 to the number of experts, {num_experts}, got {top_k}")
+        if not 0 <= noise < 1:
+            raise ValueError(f"noise must be >= 0 and < 1, got {noise}")
         self.top_k = top_k
         self.renormalize = renormalize
         self.noise = noise
@@ -76,24 +76,7 @@ class Router(nn.Module):
         return Routing(expert_TK, weight_TK, sums)
 
 
-def check_routing(num_experts: int, top_k: int, noise: float = 0.0) -> None:
-    """Raise a `ValueError` with the name and value of a number that is out of range."""
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be >= 1, got {num_experts}")
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k must be from 1 to the number of experts, {num_experts}, got {top_k}")
-    if not 0 <= noise < 1:
-        raise ValueError(f"noise must be >= 0 and < 1, got {noise}")
-
-
-# With at least this many rows per expert on average, a loop over experts is as fast on a CPU as grouped products.
-ROWS_BY_EXPERT = 512
-
 Activation = Callable[[Tensor], Tensor]
-# The product of each expert's rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-# All experts' MLPs over rows sorted by expert: (P, H), the (X,) int64 number of rows of each expert, and the weights.
-SortedMlps = Callable[[Tensor, Tensor, "ExpertWeights"], Tensor]
 
 
 class ExpertWeights(NamedTuple):
@@ -126,20 +109,15 @@ class Experts(nn.Module):
         y = b2 + sum over a token's experts e of  weight_e * act(x W1_e^T + b1_e) W2_e
 
     For gated MLPs (SwiGLU, GeGLU), W1 is the concatenation of the gate's matrix G and the other matrix U, and
-    act(x G^T) * x U^T replaces act(x W1^T).
-
-    Dropless: every token passes all of its K experts, however uneven the load.
+    act(x G^T) * x U^T replaces act(x W1^T). Dropless: every token passes all of its K experts.
 
     Args:
         intermediate_size: Inner width of each expert, F.
         inner_bias: Whether each expert has a bias b1; the released model has none.
         activation: Activation after the first matrix, GELU as released.
         backend: How the sum is computed: `grouped_experts` or `loop_experts`, with equal results.
-        gated: Whether each expert is a gated MLP.
+        gated: Whether each expert is a gated MLP; its `w1` is then (X, 2F, H), the gate first.
 
-    Weight layout: `w1` and `w2` are (X, F, H), a gated `w1` (X, 2F, H), the gate first. The released checkpoint's
-        weights, (X F, H), are these with the first two dimensions flattened; its `bias` is `bias2`.
-    Precision: products in the states' dtype or autocast's, the weighted sum in float32 (float64 for float64 states).
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2 and §4.3, and the released code. Differs: `inner_bias`.
     """
 
@@ -165,7 +143,7 @@ class Experts(nn.Module):
             nn.init.normal_(matrix, std=0.02)
 
     def forward(self, token_TH: Tensor, routing: Routing) -> Tensor:
-        """The output of T tokens without padding, (T, H), in the tokens' dtype or autocast's."""
+        """The output of T tokens without padding, (T, H), in the tokens' dtype or autocast's; summed in float32."""
         device = token_TH.device.type
         # Autocast does not cover grouped products, so the casts are here, the same for every back end.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
@@ -182,11 +160,7 @@ _casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] | None = None
 
 @contextmanager
 def shared_casts() -> Iterator[None]:
-    """Within this context, cast experts' weights to autocast's dtype once, as autocast does for other layers.
-
-    Use it for one training step, in which the weights do not change: all mini-batches and kept graphs share one copy
-    of each weight, and each graph's backward passes through it.
-    """
+    """For one training step: cast experts' weights to autocast's dtype once, as autocast does for other layers."""
     global _casts
     before, _casts = _casts, {}
     try:
@@ -227,62 +201,49 @@ def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> 
 def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """The sum of `loop_experts` over tokens sorted by expert, by two grouped products without a device sync.
 
-    On a CPU, large loads in float32 use `pass_experts`, with equal results. `loop_experts` handles what `grouped_mm`
-    does not support: float64, and rows whose size is not a multiple of 16 bytes. Under torch.compile float32 breaks
-    the graph: torch traces the product only in bfloat16.
+    `loop_experts` handles what torch's grouped product does not support: float64, and rows whose size is not a multiple
+    of 16 bytes. Under torch.compile float32 breaks the graph: torch traces the product only in bfloat16.
     """
-    if not _is_supported(weights):
+    size = weights.w2_XFH.element_size()
+    if weights.w2_XFH.dtype == torch.float64 or any(width * size % 16 for width in weights.w2_XFH.shape[1:]):
         return _uncompiled_loop(token_TH, routing, weights)
     if torch.compiler.is_compiling() and token_TH.dtype != torch.bfloat16:
         return _uncompiled_sorted(token_TH, routing, weights)
     return sorted_experts(token_TH, routing, weights)
 
 
-def _is_supported(weights: ExpertWeights) -> bool:
-    """Whether torch's grouped product supports the dtype and widths of these matrices."""
-    _, inner, hidden = weights.w2_XFH.shape
-    size = weights.w1_XFH.element_size()
-    return weights.w1_XFH.dtype != torch.float64 and inner * size % 16 == 0 and hidden * size % 16 == 0
-
-
-def grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
-    """A `GroupedProduct` by torch, (P, O)."""
+def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
+    """The product of each expert's rows with its matrix, (P, O); `end_X` are the int32 ends of the experts' rows."""
     if len(row_PI) == 0:
         # Without tokens the experts still get a gradient of zero.
         return row_PI @ matrix_XIO.sum(0)
     return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
 
 
-def grouped_mlps(
-    row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct = grouped_mm
-) -> Tensor:
-    """Each expert's MLP over its rows, (P, H), by two grouped products; `count_X` are the numbers of rows."""
+def _mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
+    """Each expert's MLP over its contiguous rows, (P, H); `count_X` are the numbers of rows."""
     end_X = count_X.cumsum(0).to(torch.int32)
-    inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
+    inner_PF = _grouped_mm(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
     if weights.bias_XF is not None:
         # Added by a matrix product, whose gradient is deterministic: it has no atomic additions.
         row_P1 = torch.arange(len(row_PH), device=end_X.device)[:, None]
         is_expert_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
         inner_PF = torch.addmm(inner_PF, is_expert_PX.to(inner_PF.dtype), weights.bias_XF)
-    return product(weights.activation(inner_PF), weights.w2_XFH, end_X)
-
-
-def _fastest_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
-    is_large, activation = len(row_PH) >= ROWS_BY_EXPERT * len(count_X), weights.activation
-    has_parameters = isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
-    if row_PH.device.type == "cpu" and is_large and row_PH.dtype == torch.float32 and not has_parameters:
-        return pass_experts(row_PH, count_X.tolist(), weights)
-    return grouped_mlps(row_PH, count_X, weights)
+    return _grouped_mm(weights.activation(inner_PF), weights.w2_XFH, end_X)
 
 
 def sorted_experts(
-    token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps = _fastest_mlps
+    token_TH: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    mlps: Callable[[Tensor, Tensor, ExpertWeights], Tensor] = _mlps,
 ) -> Tensor:
     """The sum of `loop_experts` over tokens sorted by expert, (T, H), float32 or float64.
 
-    The P = T K pairs of token and expert are sorted by expert; `mlps` runs over each expert's contiguous rows. The sums
-    over a token's K rows, forward and backward, gather the rows: index_add on a GPU is slow and not deterministic.
+    The sums over a token's K rows, forward and backward, gather the rows: index_add on a GPU is slow and not
+    deterministic.
     """
+    # Of the P = T K pairs of token and expert, sorted by expert.
     order_P = routing.expert_TK.flatten().sort(stable=True).indices
     token_P = order_P // routing.expert_TK.shape[1]
     # The indices of each token's rows, in ascending order.
@@ -335,69 +296,3 @@ def _sum_of_rows(row_PH: Tensor, row_TK: Tensor) -> Tensor:
 
 _uncompiled_sorted: Backend = torch.compiler.disable(sorted_experts)  # type: ignore[no-untyped-call]
 _uncompiled_loop: Backend = torch.compiler.disable(loop_experts)  # type: ignore[no-untyped-call]
-
-
-def pass_experts(row_PH: Tensor, size_X: Sequence[int], weights: ExpertWeights) -> Tensor:
-    """Each expert's MLP over its rows, (P, H):  o = act(x W1_e^T + b1_e) W2_e.
-
-    Equal to two grouped products with half the memory for the backward pass: it stores only the input of the activation
-    and recomputes its output. The activation must have no parameters, because they would get no gradient.
-    """
-    output_PH: Tensor = _ExpertPasses.apply(row_PH, *weights, size_X)  # type: ignore[no-untyped-call]
-    return output_PH
-
-
-class _ExpertPasses(torch.autograd.Function):
-    """The passes of `pass_experts`; not twice differentiable."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        row_PH: Tensor,
-        w1_XFH: Tensor,
-        w2_XFH: Tensor,
-        bias_XF: Tensor | None,
-        activation: Activation,
-        size_X: Sequence[int],
-    ) -> Tensor:
-        output_PH = torch.empty_like(row_PH)
-        inner_X = []
-        for expert, rows in enumerate(_slices(size_X)):
-            inner_tF = row_PH[rows] @ w1_XFH[expert].T
-            if bias_XF is not None:
-                inner_tF += bias_XF[expert]
-            torch.mm(activation(inner_tF), w2_XFH[expert], out=output_PH[rows])
-            inner_X.append(inner_tF if any(ctx.needs_input_grad) else None)
-        ctx.save_for_backward(row_PH, w1_XFH, w2_XFH, *inner_X)
-        ctx.size_X, ctx.activation = size_X, activation
-        return output_PH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor | None, ...]:
-        row_PH, w1_XFH, w2_XFH, *inner_X = ctx.saved_tensors
-        shapes = row_PH.shape, w1_XFH.shape, w2_XFH.shape, w1_XFH.shape[:2]
-        of_row_PH, of_w1_XFH, of_w2_XFH, of_bias_XF = (
-            row_PH.new_empty(shape) if needed else None
-            for shape, needed in zip(shapes, ctx.needs_input_grad[:4], strict=True)
-        )
-        for expert, rows in enumerate(_slices(ctx.size_X)):
-            row_tH, grad_tH = row_PH[rows], grad_PH[rows]
-            with torch.enable_grad():
-                inner_tF = inner_X[expert].detach().requires_grad_()
-                active_tF = ctx.activation(inner_tF)
-            if of_w2_XFH is not None:
-                torch.mm(active_tF.detach().T, grad_tH, out=of_w2_XFH[expert])
-            (of_inner_tF,) = torch.autograd.grad(active_tF, inner_tF, grad_tH @ w2_XFH[expert].T)
-            if of_w1_XFH is not None:
-                torch.mm(of_inner_tF.T, row_tH, out=of_w1_XFH[expert])
-            if of_bias_XF is not None:
-                torch.sum(of_inner_tF, 0, out=of_bias_XF[expert])
-            if of_row_PH is not None:
-                torch.mm(of_inner_tF, w1_XFH[expert], out=of_row_PH[rows])
-        return of_row_PH, of_w1_XFH, of_w2_XFH, of_bias_XF, None, None
-
-
-def _slices(size_X: Sequence[int]) -> list[slice]:
-    ends = torch.tensor(size_X).cumsum(0).tolist()
-    return [slice(end - size, end) for size, end in zip(size_X, ends, strict=True)]

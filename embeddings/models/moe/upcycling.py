@@ -1,34 +1,35 @@
-"""Upcycling a dense encoder's MLPs into experts, their back ends, and metrics of their routing."""
+"""Conversion of encoders to rotary positions, upcycling of their MLPs into experts, and metrics of the routing."""
 
-import importlib
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
-from embeddings.common import OptionError
+from embeddings.common import InputError, OptionError
 from embeddings.common.distributed import count_values, full_shape
-from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.lora import plain_backbone
-from embeddings.models.moe.experts import (
-    Backend,
-    Experts,
-    ExpertWeights,
-    Routing,
-    check_routing,
-    grouped_experts,
-    grouped_mlps,
-    loop_experts,
-    sorted_experts,
+from embeddings.common.own_folder import replaced_folder, require_replaceable
+from embeddings.models.backbone import (
+    BackboneConfig,
+    MissingWeightsError,
+    enable_checkpointing,
+    load_backbone,
+    quiet_transformers,
+    read_config,
 )
+from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
+from embeddings.models.lora import plain_backbone
+from embeddings.models.model_files import resolve_model
+from embeddings.models.moe.experts import Experts, grouped_experts, loop_experts
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel, RotaryMoeOutput
 
 
@@ -58,19 +59,15 @@ class Upcycling:
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.mode not in ("preserving", "release"):
-            raise OptionError("upcycling.mode", self.mode, "must be preserving or release", "leave it out")
-        for name, minimum, usual in (("first", 0, 1), ("every", 1, 2)):
+        for name, minimum in (("num_experts", 1), ("top_k", 1), ("first", 0), ("every", 1), ("noise", 0)):
             if getattr(self, name) < minimum:
-                fix = f"the paper's model has {usual}"
+                fix = "leave it out for the paper's value"
                 raise OptionError(f"upcycling.{name}", getattr(self, name), f"must be >= {minimum}", fix)
-        try:
-            check_routing(self.num_experts, self.top_k, self.noise)
-        except ValueError as error:
-            name, _, rest = str(error).partition(" ")
-            rule = rest.partition(", got")[0]
-            fix = "the paper has 8 experts, top 2"
-            raise OptionError(f"upcycling.{name}", getattr(self, name), rule, fix) from error
+        if self.top_k > self.num_experts:
+            rule = f"must be at most the number of experts, {self.num_experts}"
+            raise OptionError("upcycling.top_k", self.top_k, rule, "lower it")
+        if self.noise >= 1:
+            raise OptionError("upcycling.noise", self.noise, "must be < 1", "lower it")
 
     def layers(self, num_layers: int) -> list[int]:
         """The indices of a model's sparse layers, in order; an `OptionError` if there are none."""
@@ -84,15 +81,12 @@ class Upcycling:
 def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     """Replace chosen MLPs of a dense rotary encoder by experts; dtype, attention and training mode stay the same.
 
-    Each expert is a copy of the layer's MLP, gated (NomicBert, §7.1) or not; experts become different in training
-    because the router sends them different tokens. The router is drawn from N(0, 0.02) by torch's random state.
+    Each expert is a copy of the layer's MLP; experts become different in training because the router, drawn from
+    N(0, 0.02), sends them different tokens.
 
     Args:
-        dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert. It shares weights with
-            the result and should not be used afterwards.
-
-    Raises:
-        OptionError: If the model has another architecture or experts already, or no layer is chosen.
+        dense: A rotary encoder without head (see `to_rotary`), or a NomicBert. It shares weights with the result and
+            should not be used afterwards.
     """
     gated = type(dense.config) is NomicBertConfig
     if not (gated or type(dense.config) is JinaEmbeddingsV3Config) or not hasattr(dense, "layers"):
@@ -142,10 +136,7 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(model: nn.Module) -> ParameterCounts:
-    """Total and active parameters of a model, over all ranks; equal without experts.
-
-    The paper's model has 475M and 305M.
-    """
+    """Total and active parameters of a model, over all ranks; the paper's model has 475M and 305M."""
     total = count_values(model.parameters())
     inactive = 0
     for layer in model.modules():
@@ -189,8 +180,7 @@ def moe_layers(backbone: nn.Module) -> list[int]:
 def read_routing(backbone: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Add up the routing sums of the forward passes within this context.
 
-    The yielded function returns the sums so far by their names in `RotaryMoeOutput`; none for a dense backbone. They
-    are outputs in the backbone's graph, so that layers recomputed in the backward pass do not count twice.
+    The yielded function returns the sums so far by their names in `RotaryMoeOutput`; none for a dense backbone.
     """
     sums: dict[str, Tensor] = {}
 
@@ -224,7 +214,7 @@ def load_metrics(count_YX: Tensor) -> LoadMetrics:
 
 
 def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int]) -> dict[str, float]:
-    """The metrics of one step by their logged names, from token counts and probability sums by expert."""
+    """The metrics of one step by their logged names."""
     load = load_metrics(count_YX)
     by_name = {
         "load_entropy": load.entropy_Y,
@@ -249,57 +239,163 @@ def relative_entropy(amount_YX: Tensor) -> Tensor:
     return entropy_Y / maximum if maximum else torch.ones_like(entropy_Y)
 
 
-BackendName = Literal["grouped_mm", "loop", "megablocks"]
+BackendName = Literal["grouped_mm", "loop"]
 
 
 def set_expert_backend(model: nn.Module, name: BackendName) -> None:
-    """Set the back end of the experts in all sparse layers of a model.
+    """Set how all experts of a model are computed.
 
-    Args:
-        model: A model with or without sparse layers.
-        name: `grouped_mm`, torch's grouped product over tokens sorted by expert; `loop`, a loop over experts, the
-            reference; `megablocks`, the grouped product of that library, only for bfloat16 on CUDA.
+    `grouped_mm` is torch's grouped product over tokens sorted by expert; `loop`, a loop over experts, the reference.
     """
-    if name not in get_args(BackendName):
-        rule = "must be grouped_mm, loop or megablocks"
-        raise OptionError("expert_backend", name, rule, "leave it out for grouped_mm")
-    known: dict[str, Backend] = {"grouped_mm": grouped_experts, "loop": loop_experts}
-    backend = known[name] if name in known else MegablocksExperts()
     for module in model.modules():
         if isinstance(module, Experts):
-            module.backend = backend
+            module.backend = grouped_experts if name == "grouped_mm" else loop_experts
 
 
-_MEGABLOCKS_PIN = "its newest release, 0.10.0, requires torch<2.7.1, and this library torch>=2.11"
+KINDS = ("xlm-roberta", "roberta", "bert")
+# Rows that pad the vocabulary are never predicted: their logit is far below any other.
+_UNUSED_BIAS = -100.0
+_COPIED = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "initializer_range"),
+    *("layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
+_IN_LAYER = {
+    "attention.self.query": "self_attn.q_proj",
+    "attention.self.key": "self_attn.k_proj",
+    "attention.self.value": "self_attn.v_proj",
+    "attention.output.dense": "self_attn.o_proj",
+    "attention.output.LayerNorm": "post_attention_layernorm",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "output.LayerNorm": "post_mlp_layernorm",
+}
+_IN_HEAD = {
+    "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
+    "cls.predictions.decoder": "lm_head.decoder",
+    "cls.predictions": "lm_head",
+}
+_LAYER = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
 
 
-class MegablocksExperts:
-    """The experts' sum with the grouped product of megablocks (its `gg` extra, CUTLASS), bfloat16 on CUDA.
+def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: float = 10_000.0) -> PreTrainedModel:
+    """Replace an encoder's position embeddings by rotations of queries and keys.
 
-    Tested only with a replacement of that product: releases of megablocks need an older torch.
+    All other weights stay, also those of the language-model head; training must then adapt the model. The vocabulary is
+    padded with rows of zeros to a multiple of 64. The result is transformers' `JinaEmbeddingsV3Model` or its masked
+    language model, in evaluation mode, with the same dtype and attention.
+
+    Args:
+        model: XLM-R, RoBERTa or BERT, with or without its masked-language-model head.
+        num_positions: Intended maximum length in tokens, stored in the config only. The paper trains on 2,048.
+        rope_theta: Base of the rotation's angles. The paper: 10,000; larger values scored lower.
+
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1, which does not state the values of the padding.
     """
+    _check_conversion(model.config, num_positions, rope_theta)
+    num_rows = -(-int(model.config.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
+    config = JinaEmbeddingsV3Config(
+        **{name: getattr(model.config, name) for name in _COPIED},
+        vocab_size=num_rows,
+        max_position_embeddings=num_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+    )
+    state, prefix = _renamed(model)
+    if prefix and model.config.hidden_act != "gelu":
+        rule = "must be gelu, the activation of the rotary model's head"
+        raise OptionError("hidden_act", model.config.hidden_act, rule, "convert the encoder without its head")
+    options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation, "dtype": model.dtype}
+    options |= {} if prefix else {"add_pooling_layer": False}
+    auto_class: Any = AutoModelForMaskedLM if prefix else AutoModel
+    rotary = auto_class.from_config(config, **options)
+    assert isinstance(rotary, PreTrainedModel)
+    rotary.load_state_dict({name: _padded(name, value, num_rows) for name, value in state.items()})
+    rotary.tie_weights()
+    rotary.train(False)
+    return rotary
 
-    def __init__(self) -> None:
-        try:
-            util = importlib.import_module("megablocks.grouped_gemm_util")
-        except ModuleNotFoundError as error:
-            rule = f"must be grouped_mm or loop here ({error}: {_MEGABLOCKS_PIN})"
-            raise OptionError("expert_backend", "megablocks", rule, "leave it out for grouped_mm") from error
-        if not util.grouped_gemm_is_available():
-            raise OptionError("expert_backend", "megablocks", "lacks its grouped product", "install grouped_gemm too")
-        self._gmm: Any = util.ops.gmm
 
-    def __call__(self, token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-        """The weighted sum over each token's experts, (T, H) float32."""
-        if token_TH.dtype != torch.bfloat16:
-            rule, fix = "supports only bfloat16", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
-            raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)
-        return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
+class Conversion(NamedTuple):
+    """A written rotary model's number of parameters (shared ones once), and its vocabulary size before and after."""
 
-    def _product(self, row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
-        # megablocks needs each expert's number of rows on the CPU, and contiguous matrices.
-        size_X = end_X.diff(prepend=end_X.new_zeros(1)).to("cpu", torch.int64)
-        is_transposed = not matrix_XIO.is_contiguous()
-        matrix = matrix_XIO.transpose(1, 2) if is_transposed else matrix_XIO
-        product_PO: Tensor = self._gmm(row_PI, matrix, size_X, trans_b=is_transposed)
-        return product_PO
+    num_parameters: int
+    vocabulary_before: int
+    vocabulary_after: int
+
+
+def write_rotary_model(
+    source: str,
+    output: str | os.PathLike[str],
+    num_positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    keep_head: bool = True,
+) -> Conversion:
+    """Write a checkpoint's rotary model as a Hugging Face directory, atomically; an existing model is replaced.
+
+    Args:
+        source: A directory or Hub id of XLM-R, RoBERTa or BERT.
+        output: The directory; `MaskedLMModule` adapts the model by training, `BackboneConfig` loads only the encoder.
+        num_positions: As in `to_rotary`; also the tokenizer's maximum length.
+        rope_theta: As in `to_rotary`.
+        keep_head: Whether to keep the language-model head, which the adaptation needs.
+    """
+    folder = resolve_model(source)
+    if folder.resolve() == Path(output).expanduser().resolve():
+        raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")
+    require_replaceable(output)
+    _check_conversion(read_config(folder), num_positions, rope_theta)
+    config = BackboneConfig(source, dtype="auto")
+    try:
+        model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
+    except MissingWeightsError as error:
+        if not keep_head:
+            raise
+        what = "lacks weights of its language-model head or of its encoder"
+        raise InputError(str(folder), what, "set keep_head to false to convert only the encoder") from error
+    rotary = to_rotary(model, num_positions, rope_theta)
+    tokenizer.model_max_length = num_positions
+    with replaced_folder(Path(output)) as new, quiet_transformers():
+        rotary.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+    return Conversion(rotary.num_parameters(), int(model.config.vocab_size), int(rotary.config.vocab_size))
+
+
+def _check_conversion(config: PretrainedConfig, num_positions: int, rope_theta: float) -> None:
+    if config.model_type not in KINDS or getattr(config, "is_decoder", False):
+        raise OptionError("model", config.model_type, "cannot be converted", f"convert one of {', '.join(KINDS)}")
+    if num_positions < 1:
+        raise OptionError("num_positions", num_positions, "must be >= 1", "the paper trains on 2,048")
+    if not rope_theta > 1:
+        raise OptionError("rope_theta", rope_theta, "must be > 1", "the paper uses 10,000")
+    if (width := config.hidden_size // config.num_attention_heads) % 2:
+        raise OptionError("model", f"heads of width {width}", "must have heads of even width", "convert another")
+
+
+def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
+    """The weights under the rotary model's names, and the prefix of its encoder: empty without a head."""
+    old = f"{model.base_model_prefix}."
+    state = model.state_dict()
+    prefix = "roberta." if any(name.startswith(old) for name in state) else ""
+    renamed: dict[str, Tensor] = {}
+    for name, value in state.items():
+        inner = name.removeprefix(old)
+        if prefix and inner == name:
+            stem, _, kind = name.rpartition(".")
+            renamed[f"{_IN_HEAD.get(stem, stem)}.{kind}"] = value
+        elif match := _LAYER.fullmatch(inner):
+            renamed[f"{prefix}layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"] = value
+        elif not inner.startswith(("embeddings.position", "embeddings.token_type_ids", "pooler.")):
+            renamed[f"{prefix}{inner}"] = value
+    return renamed, prefix
+
+
+def _padded(name: str, value: Tensor, num_rows: int) -> Tensor:
+    """A weight, padded to the rows of the padded vocabulary if it has one row per token."""
+    if name.rpartition(".")[0].endswith("word_embeddings") or name == "lm_head.decoder.weight":
+        padding = value.new_zeros(num_rows - len(value), value.shape[1])
+    elif name in ("lm_head.decoder.bias", "lm_head.bias"):
+        padding = torch.full((num_rows - len(value),), _UNUSED_BIAS, dtype=value.dtype, device=value.device)
+    else:
+        return value
+    return torch.cat([value, padding])
