@@ -19,9 +19,7 @@ from huggingface_hub import (
     ModelCardData,
     get_token,
     metadata_load,
-    try_to_load_from_cache,
 )
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import MANIFEST, check_file, write_text
@@ -36,7 +34,6 @@ from embeddings.models.model_files import (
     UNDAMAGED,
     is_own_card,
     read_json,
-    resolve_model,
 )
 from embeddings.models.poolings import pooling_name
 
@@ -45,10 +42,12 @@ Embedder = Any
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 _SCORES = "\n## Scores\n"
 _MAX_CHARACTERS = 200
-_TRAINER_KEYS = (
-    *("precision", "strategy", "num_nodes", "devices", "max_epochs", "max_steps"),
-    *("accumulate_grad_batches", "gradient_clip_val"),
-)
+_FIX_UPLOAD = "check the name, the token and the network; add --update if the repository exists"
+_FIX_BY_STATUS = {
+    401: "log in with: hf auth login",
+    403: "use a token with write access to that owner",
+    409: "name another, or commit to it with --update",
+}
 # Further files that are uploaded with a model.
 _COMPANIONS = (MANIFEST, CARD_FILE, SCORES_FILE, "training_run.json", "LICENSE*", "LICENCE*", "NOTICE*")
 # Output folders of this library: a path in them looks like a Hub id, and may be gone when the card is written.
@@ -67,13 +66,13 @@ class TrainingFacts:
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """The published model that a directory was imported from; `used_as` is the model whose card is followed."""
+    """The published model that a directory was imported from, and how many of its tensors are used."""
 
     source: str
     revision: str | None
     base: Sequence[str]
     family: str
-    used_as: str | None
+    used_as: str | None  # the published model whose card is followed
     num_used: int
     num_left: int
 
@@ -89,16 +88,16 @@ def write_model_card(
 ) -> None:
     """Write the card of a model directory, unless it has one that the user wrote or changed.
 
-    The card shows `curves.png` if it exists, and `scores`, by default those of `scores.json`. `location` is what the
-    card's commands load, a folder or a Hub id, by default `folder`; its last part is the model's name.
+    `scores` are by default those of `scores.json`; `location` is the folder that the card's commands load.
     """
     if keeps_card(folder):
         return
     location = folder if location is None else location
     training = facts if isinstance(facts, TrainingFacts) else None
     origin = facts if isinstance(facts, ImportFacts) else None
-    backbones, sources = ([], []) if training is None else (_backbones(training.config), _sources(training.config))
-    bases = [hub for hub in map(_hub_name, [origin.source, *origin.base] if origin else backbones) if hub]
+    sources = [] if training is None else _sources(training.config)
+    models = [] if training is None else _backbones(training.config)
+    bases = [hub for hub in map(_hub_name, [origin.source, *origin.base] if origin else models) if hub]
     needs_code = any(folder.glob("*.py"))
     data = ModelCardData(
         base_model=bases[0] if len(bases) == 1 else bases or None,
@@ -108,9 +107,6 @@ def write_model_card(
         pipeline_tag="sentence-similarity",
         tags=["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code],
     )
-    folders = {_shown_name(base): place for base in backbones if (place := _base_folder(base))}
-    stated = {base: stated_licence(place) for base, place in folders.items()}
-    languages = dict.fromkeys(language for place in folders.values() for language in stated_languages(place))
     prompts = [(code(kind), code(text)) for kind, text in embedder.text.prompts.items()]
     card = ModelCard.from_template(
         data,
@@ -128,9 +124,7 @@ def write_model_card(
         settings=training and _settings(training.config),
         validation=training.validation[-1] if training and training.validation else None,
         has_curves=(folder / CURVES_FILE).is_file(),
-        languages=", ".join(languages),
-        licence=plain(licence) if licence else None,
-        base_licences=[(plain(base), plain(name)) for base, name in stated.items() if name],
+        licence=licence and plain(licence),
     )
     if not scores and (folder / SCORES_FILE).is_file():
         scores = read_scores(folder / SCORES_FILE)
@@ -195,21 +189,13 @@ def read_scores(path: Path) -> list[dict[str, Any]]:
     """The results of `evaluate --output`; an `InputError` if the file has other content or a metric is not finite."""
     fix = "give the file that evaluate --output wrote"
     results: list[dict[str, Any]] = read_json(path, list, fix)
-    if not results or not all(map(_is_result, results)):
+    metrics = [_within(result, "metrics") for result in results]
+    is_named = all(isinstance(_within(result).get("name"), str) for result in results)
+    # False for NaN and infinite numbers.
+    is_finite = all(type(value) in (int, float) and abs(value) < 1e9 for each in metrics for value in each.values())
+    if not (metrics and all(metrics) and is_named and is_finite):
         raise InputError(str(path), "does not contain scores", fix)
     return results
-
-
-def _is_result(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return False
-    metrics = value.get("metrics")
-    # False for NaN and infinite numbers.
-    return (
-        isinstance(metrics, dict)
-        and bool(metrics)
-        and all(type(number) in (int, float) and abs(number) < 1e9 for number in metrics.values())
-    )
 
 
 def check_licence(option: str, licence: str | None) -> None:
@@ -221,33 +207,11 @@ def check_licence(option: str, licence: str | None) -> None:
 
 def stated_licence(folder: Path) -> str | None:
     """The `license` in the header of a folder's `README.md`, in lower case; None if there is no such identifier."""
-    licence = _card_fields(folder).get("license")
+    licence = None
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        licence = (metadata_load(folder / CARD_FILE) or {}).get("license")
     is_name = isinstance(licence, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence)
     return str(licence).lower() if is_name else None
-
-
-def stated_languages(folder: Path) -> list[str]:
-    """The language codes in the header of a folder's `README.md`."""
-    value = _card_fields(folder).get("language")
-    codes = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    return [code for code in codes if isinstance(code, str) and re.fullmatch(r"[A-Za-z]{2,3}([-_]\w{2,8})?", code)]
-
-
-def _card_fields(folder: Path) -> dict[str, Any]:
-    """The header of a folder's card; empty if there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-        return metadata_load(folder / CARD_FILE) or {}
-    return {}
-
-
-def _base_folder(name: str) -> Path | None:
-    """The local folder of a base model, without a download; None if it is not on this machine."""
-    if name == PACKAGED_NAME or Path(name).expanduser().is_dir():
-        with suppress(InputError):
-            return resolve_model(name)
-    hub = _hub_name(name)
-    cached = None if hub is None else try_to_load_from_cache(hub, CARD_FILE)
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _origin(facts: ImportFacts) -> str:
@@ -287,16 +251,10 @@ def _data(sources: Sequence[Mapping[str, Any]], num_rows: Mapping[str, Any]) -> 
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """The training settings as YAML, without paths of the machine."""
-    trainer, data = _within(config, "trainer"), dict(_within(config, "data", "init_args"))
-    for name in ("sources", "cache_dir"):
-        data.pop(name, None)
-    settings = {
-        "trainer": {name: trainer[name] for name in _TRAINER_KEYS if trainer.get(name) is not None},
-        "model": config.get("model"),
-        "data": {**_within(config, "data"), "init_args": data},
-    }
-    text = yaml.safe_dump(_portable(settings), sort_keys=False, allow_unicode=True)
+    """The settings of a run as YAML, without paths of the machine."""
+    trainer = {name: value for name, value in _within(config, "trainer").items() if name not in ("callbacks", "logger")}
+    settings = _portable({"trainer": trainer, "model": config.get("model"), "data": config.get("data")})
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     # Not the end of the code block that shows it.
     return text.replace("```", "'''").rstrip("\n")
 
@@ -317,9 +275,10 @@ def _portable(value: Any) -> Any:
         return {str(key): _portable(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
         return [_portable(item) for item in value]
-    if isinstance(value, str):
-        return _shown_name(value) if value.startswith(("/", "~", ".", "$")) else value
-    return value
+    if isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return _shown_name(text) if text.startswith(("/", "~", ".", "$")) else text
 
 
 def _backbones(config: Mapping[str, Any]) -> list[str]:
@@ -348,8 +307,8 @@ def _shown_name(name: str) -> str:
 
 
 def _sources(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    sources = _within(config, "data", "init_args").get("sources")
-    return [source for source in sources if isinstance(source, Mapping)] if isinstance(sources, list) else []
+    sources = _within(config, "data", "init_args").get("sources") or []
+    return [source for source in sources if isinstance(source, Mapping)]
 
 
 def _class_name(section: Mapping[str, Any]) -> str:
@@ -402,9 +361,6 @@ def push_to_hub(
         update: Whether the repository may exist already. Of its files, those that its manifest lists and the directory
             lacks are deleted.
         token: A token with write access; None for `HF_TOKEN` or the one that `hf auth login` stored.
-
-    Raises:
-        InputError: If the model is incomplete, a file is a symbolic link, or the Hub refuses the upload.
     """
     folder = Path(folder).expanduser()
     paths, left_out = own_files(folder)
@@ -414,20 +370,17 @@ def push_to_hub(
     add_scores(folder)
     # huggingface_hub itself ignores an HF_ENDPOINT that is set after its import.
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
-    is_new = False
     try:
         page = api.create_repo(name, private=private, exist_ok=update)
-        is_new = not update
         repository = page.repo_id
-        if revision not in (None, "main"):
-            api.create_branch(repository, branch=str(revision), exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
         contents: dict[str, Any] = {path: folder / path for path in paths}
         if is_own_card(folder / CARD_FILE):
-            text = (folder / CARD_FILE).read_text(encoding="utf-8")
             # The commands load the repository in place of the folder.
-            _, _, rest = text.partition("SentenceTransformer(")
-            location = re.match(r"('[^'\n]*'|\"[^\"\n]*\")", rest)
-            contents[CARD_FILE] = (text.replace(location[0], repr(repository)) if location else text).encode()
+            text = (folder / CARD_FILE).read_text(encoding="utf-8")
+            location = re.search(r"SentenceTransformer\(('[^'\n]*'|\"[^\"\n]*\")", text)
+            contents[CARD_FILE] = (text.replace(location[1], repr(repository)) if location else text).encode()
         operations: list[Any] = [CommitOperationAdd(path, content) for path, content in contents.items()]
         if update:
             existing = api.list_repo_files(repository, revision=revision)
@@ -435,12 +388,14 @@ def push_to_hub(
             operations += [CommitOperationDelete(path) for path in existing if path in earlier.difference(paths)]
         commit = api.create_commit(repository, operations, commit_message=message, revision=revision)
     except Exception as error:
-        explained = _explained(error, api.endpoint)
-        if explained is None:
+        # httpx's errors are in different packages under versions 1 and 2 of huggingface_hub.
+        if not (isinstance(error, ValueError | OSError) or type(error).__module__.startswith("httpx")):
             raise
-        what, fix = explained
-        is_empty = "; the repository was created and is empty, so use --update next time" if is_new else ""
-        raise InputError(name, what, fix + is_empty) from error
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        what = one_line(getattr(error, "server_message", None) or f"{type(error).__name__}: {error}", 160)
+        raise InputError(
+            name, f"cannot be uploaded to {api.endpoint} ({what})", _FIX_BY_STATUS.get(status, _FIX_UPLOAD)
+        ) from error
     num_bytes = sum((folder / path).stat().st_size for path in paths)
     return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes, tuple(left_out))
 
@@ -454,11 +409,7 @@ def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
 
 
 def own_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The files to upload from a model directory, and its other entries; hidden ones are in neither.
-
-    To upload are the files that the directory's manifest lists, which must be unchanged except for the card, and those
-    that accompany a model. An `InputError` refuses a directory that this library did not write.
-    """
+    """The files to upload from a model directory, which must be as its manifest lists them, and its other entries."""
     own = [name for name in own_hashes(folder) if name != CARD_FILE]
     for name in own:
         if not (folder / name).is_file():
@@ -471,10 +422,12 @@ def own_files(folder: Path) -> tuple[list[str], list[str]]:
             what = "is a symbolic link, whose target may not belong to the model"
             raise InputError(str(folder / name), what, "replace it by the file")
     tops = {name.split("/")[0] for name in paths}
-    others = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
-    others = [path for path in others if path.as_posix() not in paths and not str(path).startswith(".")]
-    shown = {path.as_posix() if path.parts[0] in tops else path.parts[0] for path in others if "/." not in str(path)}
-    return paths, sorted(shown)
+    others = set()
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and "/".join(parts) not in paths and not any(part.startswith(".") for part in parts):
+            others.add("/".join(parts) if parts[0] in tops else parts[0])
+    return paths, sorted(others)
 
 
 def _pushed_files(api: HfApi, repository: str, revision: str | None) -> set[str]:
@@ -484,27 +437,3 @@ def _pushed_files(api: HfApi, repository: str, revision: str | None) -> set[str]
         with suppress(InputError):
             return set(own_hashes(manifest.parent))
     return set()
-
-
-def _explained(error: BaseException, endpoint: str) -> tuple[str, str] | None:
-    """The problem and the hint for an error of the Hub or of the connection to it; None for any other error."""
-    if isinstance(error, HFValidationError):
-        return "is not a repository name", "write OWNER/NAME with letters, digits, -, _ and ."
-    if isinstance(error, OfflineModeIsEnabled):
-        return "cannot be reached while HF_HUB_OFFLINE is set", "unset it"
-    answers = {
-        401: ("the Hub does not accept the token (401)", "log in with: hf auth login"),
-        403: ("the token has no write access (403)", "use a token with write access to that owner"),
-        404: ("does not exist, or the token has no access to it (404)", "check the name"),
-        409: ("exists already", "name another, or commit to it with --update"),
-    }
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        message = getattr(error, "server_message", None) or str(error)
-        return answers.get(status, (f"the Hub answered {status}: {one_line(message, 160)}", "try again"))
-    # Connection errors: huggingface_hub 1 raises httpx's, version 2 those of httpx2.
-    if type(error).__module__.startswith("httpx") or isinstance(error, ConnectionError):
-        return f"{endpoint} cannot be reached ({type(error).__name__})", "check the network and HF_ENDPOINT"
-    if isinstance(error, ValueError) and "README.md" in str(error):
-        return one_line(str(error), 200), "correct the card's header"
-    return None if error.__cause__ is None else _explained(error.__cause__, endpoint)
