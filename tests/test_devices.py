@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.models import AnchorTokenPooling, LatentAttentionPooling, MeanPooling, SelfAttentionPooling, unpadded
-from embeddings.models.anchor_weights import CapturedAttention
+from embeddings.models.anchor_token import CapturedAttention
 from embeddings.models.moe.experts import Experts, Router, loop_experts
 from embeddings.models.moe.rotary_moe import MoeMlp
 from tests.helpers.contrastive import random_batch, relative_error

@@ -1,4 +1,4 @@
-"""Triton kernels of `anchor_weights`: scores are computed and summed in tiles on the chip, and never stored.
+"""Triton kernels of `anchor_token`: scores are computed and summed in tiles on the chip, and never stored.
 
 Each program has R rows of one side ("own": queries or keys) and loops over tiles of the other side. No two programs add
 to the same value, so results are deterministic. A query without attention, such as padding, has a log-sum-exp of plus
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .anchor_weights import Axis, CapturedAttention
+from .anchor_token import Axis, CapturedAttention
 
 try:
     import triton

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.text import LENGTHS, Similarity
-from embeddings.models.anchor_weights import visible_queries
+from embeddings.models.anchor_token import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import trial_ids

@@ -22,9 +22,16 @@ from embeddings.models import (
     load_backbone,
     make_bidirectional,
 )
-from embeddings.models import anchor_weights as weights_module
-from embeddings.models.anchor_token import ProblemKind, checked_sums, fastest_sums, fused_sums
-from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, tiled_sums, visible_queries
+from embeddings.models.anchor_token import (
+    CapturedAttention,
+    ProblemKind,
+    anchor_weights,
+    checked_sums,
+    fastest_sums,
+    fused_sums,
+    tiled_sums,
+    visible_queries,
+)
 from embeddings.models.attention_capture import AttentionCapture, _captured_attention, attention_layers
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.reading import random_tokens
@@ -199,7 +206,7 @@ def test_weights_and_gradients_equal_a_loop_at_every_tile(axis, per_head, by_vis
     expected = looped(captured, axis, per_head, by_visible)
     expected_gradients = torch.autograd.grad((expected * direction).sum(), (captured.query_NALE, captured.key_NGLE))
     for tile in TILES:
-        monkeypatch.setattr(weights_module, "TILE_SCORES", tile)
+        monkeypatch.setattr(anchor_token, "TILE_SCORES", tile)
         found = anchor_weights(captured, IS_TOKEN, axis, per_head, by_visible)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         gradients = torch.autograd.grad((found * direction).sum(), (captured.query_NALE, captured.key_NGLE))

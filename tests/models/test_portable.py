@@ -197,7 +197,7 @@ ALWAYS = {"poolings", "portable", "pooling"}
 CARRIED = {
     **dict.fromkeys(("mean", "weighted_mean"), ALWAYS),
     **dict.fromkeys(("latent_attention", "self_attention"), ALWAYS | {"latent_attention"}),
-    "anchor_token": ALWAYS | {"anchor_token", "anchor_weights", "anchor_kernels", "attention_capture"},
+    "anchor_token": ALWAYS | {"anchor_token", "anchor_kernels", "attention_capture"},
 }
 
 
