@@ -16,8 +16,8 @@ from embeddings.common.jobs import LINE_SECONDS, progress_bar
 from embeddings.common.process import logger
 from embeddings.common.protocols import RunData
 from embeddings.common.types import Prediction
-from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.upcycling import parameter_counts
+from embeddings.models.pooling import plain_backbone
 from embeddings.training.gradcache import (
     CANDIDATE,
     CONTEXT,

@@ -36,7 +36,6 @@ from embeddings.compression.quantization import FORMAT_OF, NumberName, quantise_
 from embeddings.models import ContextualEmbedder, keep_layers, load_embedder
 from embeddings.models.backbone import has_pooling_layer
 from embeddings.models.bidirectional import layers
-from embeddings.models.lora import plain_backbone
 from embeddings.models.model_card import plain, table
 from embeddings.models.model_files import (
     ADAPTER_FOLDER,
@@ -48,6 +47,7 @@ from embeddings.models.model_files import (
     weight_files,
     zeros_by_matrix,
 )
+from embeddings.models.pooling import plain_backbone
 
 # Files that are not copied from the source: weights and graphs that the compressed model replaces.
 _NOT_COPIED = (

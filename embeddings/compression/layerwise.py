@@ -28,9 +28,9 @@ from embeddings.common.types import plan_mini_batches
 from embeddings.models.backbone import model_without_weights
 from embeddings.models.bidirectional import layers
 from embeddings.models.directory import is_contextual
-from embeddings.models.lora import without_cache
 from embeddings.models.model_files import SCALE, dequantised, quantization_of, read_tensors, weight_files
 from embeddings.models.moe.experts import Experts
+from embeddings.models.pooling import without_cache
 
 # The same on every machine, because it affects the rounding of sums.
 MINI_BATCH_TOKENS = 4096

@@ -22,8 +22,8 @@ from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.contextual import ContextualEmbedder
 from embeddings.models.embedder import Embedder, capture_of
 from embeddings.models.latent_attention import LatentAttentionPooling
-from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.upcycling import COUNTS, has_experts, moe_layers, read_routing
+from embeddings.models.pooling import plain_backbone
 from embeddings.models.poolings import pooling_name
 
 

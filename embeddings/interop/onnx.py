@@ -18,8 +18,8 @@ from embeddings.common.io import atomic_path
 from embeddings.models.backbone import load_model
 from embeddings.models.directory import plain_tokenizer
 from embeddings.models.embedder import Embedder
-from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.rotary_moe import RotaryMoeModel
+from embeddings.models.pooling import plain_backbone
 
 GRAPH_FILE = Path("onnx", "model.onnx")
 _INPUTS, _OUTPUT = ("input_ids", "attention_mask"), "last_hidden_state"

@@ -24,8 +24,7 @@ class AttentionCapture:
 
     Each layer gets a copy of the backbone's config that names another attention function: it stores queries and keys
     and calls the original function. The model's config, weights and saved files do not change. A layer that is
-    recomputed in the backward pass, after the capture is closed, stores nothing. `captured` maps the `id` of a layer to
-    its attention. Layers count from 0 or, negative, from the last; invalid ones raise a `ValueError`.
+    recomputed in the backward pass, after the capture is closed, stores nothing.
     """
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:
@@ -39,7 +38,7 @@ class AttentionCapture:
         AttentionInterface.register(NAME, _captured_attention)
         self._modules = [modules[layer] for layer in layers]
         self._original_configs: list[Any] = []
-        self.captured: dict[int, CapturedAttention] | None = None
+        self.captured: dict[int, CapturedAttention] | None = None  # by the `id` of the layer
         self.attach()
 
     def attach(self) -> None:
@@ -131,10 +130,7 @@ def visible_range(module: Any, arguments: Mapping[str, Any]) -> tuple[bool, int 
 
 
 class CapturingTransformer(TextTransformer):
-    """Maps texts to token states and the attention of some layers, for a pooling that uses it.
-
-    `tapped_layers` are the layers, under their name in `text_settings.json`; `text` are arguments of `TextTransformer`.
-    """
+    """Maps texts to token states and the attention of some layers, for a pooling that uses it."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tapped_layers: Sequence[int], **text: Any

@@ -28,8 +28,6 @@ from embeddings.common.errors import require, rust_panics_as_errors, shown
 from embeddings.common.io import check_file, read_json_or_empty
 from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
-from embeddings.models.context_layers import first_position
-from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import (
     QUANTIZATION,
     UNDAMAGED,
@@ -42,6 +40,7 @@ from embeddings.models.model_files import (
     weight_files,
 )
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
+from embeddings.models.pooling import first_position, plain_backbone
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken")
@@ -114,15 +113,6 @@ def check_attention(name: str | None, owner: str) -> None:
         raise OptionError(f"{owner}.attn_implementation", name, rule, "try sdpa or eager")
 
 
-def check_flex(config: PretrainedConfig, name: str | None) -> None:
-    """Refuse flex attention if the config has dropout, which would fail only in the first step."""
-    names = [field for field, value in attention_dropouts(config).items() if value > 0]
-    if name == "flex_attention" and names:
-        rule = f"does not support dropout, and the model's {names[0]} is {getattr(config, names[0])}"
-        fix = "set dropout to 0, or attn_implementation to sdpa"
-        raise OptionError("backbone.attn_implementation", name, rule, fix)
-
-
 def check_quantization(config: BackboneConfig, has_lora: bool) -> None:
     """Refuse 4-bit weights without LoRA, a CUDA GPU and bitsandbytes."""
     if config.quantization is None:
@@ -138,12 +128,8 @@ def check_quantization(config: BackboneConfig, has_lora: bool) -> None:
 def load_backbone(config: BackboneConfig, has_lora: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a backbone in evaluation mode, without its pooling layer, and its tokenizer, which pads on the right.
 
-    Weights are read only from safetensors, and code of the model's repository does not run. A tokenizer without a pad
-    token pads with the end-of-sequence token. `has_lora`: whether LoRA will be added, which 4-bit weights need.
-
-    Raises:
-        InputError: If the model is not available, a file is damaged, or weights are missing.
-        OptionError: If the attention cannot be made bidirectional, or 4-bit weights are not supported here.
+    Weights are read only from safetensors, and code of the model's repository does not run. `has_lora`: whether LoRA
+    will be added, which 4-bit weights need.
     """
     folder = resolve_model(config.name, config.revision)
     model = load_configured(folder, config, has_lora=has_lora)
@@ -174,7 +160,6 @@ def load_configured(
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass."""
     # transformers 5.23 renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -195,8 +180,8 @@ def load_model(
     """Load the Hugging Face model of a local folder, without a pooling layer; only the encoder of an encoder-decoder.
 
     Arguments are as in `BackboneConfig`. With `new_head`, weights outside the backbone that the checkpoint lacks are
-    random. `unused` collects the names of tensors that the model does not use. Under `torch.device("meta")` the model
-    is built from its config without reading weights. Missing weights raise `MissingWeightsError`.
+    random. `unused` collects the names of tensors that the model does not use. Under `torch.device("meta")` weights are
+    not read.
     """
     model_config = read_config(folder)
     if make_bidirectional:
@@ -208,10 +193,6 @@ def load_model(
             rule = f"must be <= {total}, the model's"
             raise OptionError("backbone.num_layers", num_layers, rule, "leave it out for all")
         _choose_layers(model_config, range(num_layers))
-    check_flex(model_config, attn_implementation)
-    # The folder must have safetensors weights: transformers would load an adapter's base model from elsewhere.
-    if (folder / "adapter_config.json").is_file():
-        raise InputError(str(folder), "contains adapters of another model", "merge them into it and give the result")
     files = weight_files(folder)
     if torch.get_default_device().type == "meta":
         return model_without_weights(folder, model_config, dtype, attn_implementation, auto_class)
@@ -292,7 +273,7 @@ def model_without_weights(
     attention: str | None = None,
     auto_class: Any = AutoModel,
 ) -> PreTrainedModel:
-    """A local folder's model without weights, on the meta device, in evaluation mode; arguments as in `load_model`."""
+    """A local folder's model on the meta device, in evaluation mode; arguments as in `load_model`."""
     config = read_config(folder) if config is None else config
     auto_class, options = text_class(config) if auto_class is AutoModel else (auto_class, {})
     options |= {} if attention is None else {"attn_implementation": attention}
@@ -310,10 +291,11 @@ def model_without_weights(
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The config of a local folder's model; a config that needs remote code is refused."""
-    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+    if (folder / "adapter_config.json").is_file():
+        # transformers would load the adapter's base model from elsewhere.
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         fix = "merge them into it with peft's merge_and_unload, and give the directory of the merged model"
-        raise InputError(str(folder), f"contains only adapters, of the model {shown(base)}", fix)
+        raise InputError(str(folder), f"contains adapters of another model, {shown(base)}", fix)
     check_num_layers(read_json_or_empty(folder / "config.json"), str(folder / "config.json"))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -365,7 +347,6 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerB
 
 
 def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The highest token id of a tokenizer."""
     return max(tokenizer.get_vocab().values(), default=0)
 
 
@@ -422,11 +403,7 @@ def spread_layers(number: int, total: int) -> tuple[int, ...]:
 
 
 def keep_layers(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
-    """Keep some of a model's layers, evenly spread from the first to the last, in place; returns their old indices.
-
-    Raises:
-        OptionError: If there are fewer layers, or the layers differ and the config does not list them.
-    """
+    """Keep some of a model's layers, evenly spread from the first to the last, in place; returns their old indices."""
     config = model.config
     total = int(config.num_hidden_layers)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
@@ -503,10 +480,9 @@ _MAX_GRAPHS = 64
 
 
 def compile_layers(backbone: nn.Module) -> None:
-    """Compile each layer with torch.compile when it first runs, for any number and length of texts.
+    """Compile each layer, except those that a pooling reads, with torch.compile when it first runs, for any sizes.
 
-    Layers of one type share their graphs. Experts break the graph, except in bfloat16. Layers whose attention a pooling
-    captures are not compiled. Adapters, experts and captures must be in the backbone already.
+    Adapters, experts and captures must be in the backbone already.
     """
     # The compiler replaces eager attention by one whose dropout GradCache cannot replay.
     if plain_backbone(backbone).config._attn_implementation == "eager":

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError
-from embeddings.models.context_layers import evaluating
-from embeddings.models.lora import without_cache
+from embeddings.common.text import one_line
+from embeddings.models.pooling import evaluating, without_cache
 
 _FIX = "use an architecture whose masks transformers builds, or another attn_implementation"
 # Longer than any text. Some architectures need a number, and some rotate queries and keys only in layers with a window.
@@ -22,10 +22,8 @@ def make_bidirectional_config(config: PretrainedConfig) -> None:
     """Change a decoder's config to bidirectional attention without a window; saving and loading keeps this.
 
     A config that is bidirectional already (EmbeddingGemma) stays as it is: `is_causal` would widen its window by one.
-    transformers builds its mask from `config.is_causal`: eager attention ignores the flag of a layer, and the other
-    implementations ignore it for a batch with padding. If layers with and without a window have different rotary bases
-    (Gemma 3, OLMo 3), the model depends on its window, which is then kept in both directions. Otherwise the window is
-    removed if the architecture allows it (Mistral, Qwen), or longer than any text.
+    If layers with and without a window have different rotary bases (Gemma 3, OLMo 3), the model depends on its window,
+    which is then kept in both directions. Otherwise the window is removed, or longer than any text.
     """
     if getattr(config, "use_bidirectional_attention", False) is True:
         return
@@ -73,7 +71,9 @@ def require_bidirectional(model: PreTrainedModel) -> None:
         check_bidirectional(model)
     except (RuntimeError, NotImplementedError, ImportError) as error:
         if not torch.cuda.is_available():
-            raise _unable_to_run(model, error) from error
+            rule = f"does not run here ({one_line(str(error), 80)})"
+            fix = "set it to sdpa, or train on a device that runs it"
+            raise OptionError("backbone.attn_implementation", model.config._attn_implementation, rule, fix) from error
         model.register_forward_pre_hook(_check_first)
 
 
@@ -83,30 +83,15 @@ def _check_first(model: nn.Module, _: Any) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _check_first:
             del model._forward_pre_hooks[key]
-    try:
-        check_bidirectional(model)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError, ImportError) as error:
-        raise _unable_to_run(model, error) from error
-
-
-def _unable_to_run(model: PreTrainedModel, error: Exception) -> OptionError:
-    name, device = model.config._attn_implementation, model.device.type
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    rule = f"does not run on the {'GPU' if device == 'cuda' else device.upper()} ({reason:.80})"
-    return OptionError("backbone.attn_implementation", name, rule, "set it to sdpa, or train on a device that runs it")
+    check_bidirectional(model)
 
 
 @torch.no_grad()
 def check_bidirectional(model: PreTrainedModel) -> None:
     """Check that each text's first token sees its last one, in every layer, and that neither sees padding.
 
-    Runs tiny forward passes on two texts of unequal length, to test the code path with padding. Each layer is then
-    called separately with a different state of the last token, so that later layers cannot hide a causal one.
-
-    Raises:
-        OptionError: If a layer is still causal, or padding changes a state.
+    Runs tiny forward passes on two texts of unequal length. Each layer is then called separately with a different state
+    of the last token, so that later layers cannot hide a causal one.
     """
     ids_NL = trial_ids(model, 2, 12)
     attention_NL = torch.ones_like(ids_NL)
@@ -124,7 +109,8 @@ def check_bidirectional(model: PreTrainedModel) -> None:
         rule = "cannot take effect: the first token does not see the last one"
         raise OptionError("backbone.bidirectional", name, rule, _FIX)
     if causal:
-        rule = f"cannot take effect: {_layer_names(model, causal)} read from left to right"
+        kinds = sorted({type(list(layers(model))[index]).__name__ for index in causal})
+        rule = f"cannot take effect: layers {causal} ({', '.join(kinds)}) read from left to right"
         raise OptionError("backbone.bidirectional", name, rule, "take a decoder with attention in every layer")
     difference = relative_difference(first_NH[1], alone_LH[0])
     if not difference <= tolerated_difference(model):
@@ -139,7 +125,7 @@ def trial_ids(model: PreTrainedModel, num_texts: int, length: int) -> Tensor:
 
 @contextmanager
 def short_window(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten a model's attention window to two tokens within the context, so that texts for a test exceed it."""
+    """Shorten a model's attention window to two tokens within the context, so that the texts of a check exceed it."""
     window: int = getattr(model.config, "sliding_window", None) or 0
     before: dict[int, tuple[Any, int]] = {}
     for part in model.modules():
@@ -228,15 +214,6 @@ def _is_causal(call: _Call) -> bool:
 def _tensor(output: Any) -> Tensor | None:
     first = output[0] if isinstance(output, tuple) else output
     return first if isinstance(first, Tensor) else None
-
-
-def _layer_names(model: PreTrainedModel, causal: list[int]) -> str:
-    """The indices of layers with their types in the config, or their class."""
-    layer_types = getattr(model.config, "layer_types", None) or []
-    kinds = sorted({str(layer_types[index]) for index in causal if index < len(layer_types)})
-    shown = ", ".join(map(str, causal[:4])) + (" …" if len(causal) > 4 else "")
-    kind = " and ".join(kinds).replace("_", " ") if kinds else type(list(layers(model))[causal[0]]).__name__
-    return f"layers {shown} ({kind})" if len(causal) > 1 else f"layer {shown} ({kind})"
 
 
 @torch.no_grad()

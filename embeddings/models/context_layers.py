@@ -1,31 +1,45 @@
-"""The layers of a contextual model, and the forward pass of its backbone with a context before each text.
+"""Contextual models: their layers, the forward pass behind a context, and their sentence-transformers modules.
+
+A context is set on the first module and used until another is set:
+
+    model = SentenceTransformer(DIR, trust_remote_code=True)
+    model[0].set_context(texts_of_the_corpus)
+    vectors = model.encode_document(texts)
+
+Alternatively, pass the context's vectors to each call:
+
+    context = model[0].embed_context(texts_of_the_corpus)
+    vectors = model.encode_document(texts, dataset_embeddings=context)
 
 This file travels inside model directories: it imports only torch, transformers and its siblings.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.masking_utils import sliding_window_bidirectional_overlay, sliding_window_overlay
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import sliding_window_bidirectional_overlay
 
-from .pooling import MeanPooling
+from .pooling import MeanPooling, first_position, learned_positions, plain_backbone
+from .portable import SavedLayer, TextTransformer, load_backbone, load_tensors, read_text, save_json, save_tensors
+
+CONTEXT_FOLDER = "0_Context"
+CONTEXT_SETTINGS = "context.json"
+CONTEXT_WEIGHTS = "context.safetensors"
+# sentence-transformers' name for the folder of the third module.
+RESIDUAL_FOLDER = "2_ResidualHead"
+_TEXTS_AT_ONCE = 32
 
 
 class FirstStage(nn.Module):
     """Maps context documents to context vectors: encoder, mean pooling, Linear-GELU-Linear.
 
-    The vectors are not normalised: they are inputs of the second stage, before its word embeddings.
-
-    Args:
-        backbone: A Hugging Face encoder or decoder, adapted by peft or not.
-        backbone_size: Width of the backbone's states.
-        context_size: Width of the second stage's word embeddings, H.
-        max_length: Maximum tokens of a document, which is truncated to it; None for no limit.
-        pools_prompt: Whether all tokens of a document are pooled, whatever the pooling mask.
+    `context_size` is the width of the second stage's word embeddings, H. Documents are truncated to `max_length` tokens
+    (None for no limit); with `pools_prompt` all tokens are pooled, whatever the pooling mask.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is from the released code, not the paper.
     """
@@ -65,23 +79,13 @@ class FirstStage(nn.Module):
         vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
 
-    def extra_repr(self) -> str:
-        length = [] if self.max_length is None else [f"max_length={self.max_length}"]
-        return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])
-
 
 class ContextSlots(nn.Module):
-    """The context vectors of each text of a batch: one shared context, with dropout, padded with a null vector.
+    """The J context vectors of each text of a batch: one shared context, with dropout, padded with a null vector.
 
-    Without a context, every slot has the null vector. A model without a null vector has no empty slots: a smaller
-    context makes the input shorter.
-
-    Args:
-        num_context: Number of slots, J.
-        context_size: Width of a context vector, H.
-        dropout_fraction: Probability of replacing a slot of a text by the null vector in training, so that the model
-            learns to work with any number of documents. The released training uses 0.005.
-        has_null: Whether there is a null vector. The released code has one only with dropout.
+    In training each slot of a text has the null vector with probability `dropout_fraction`, so that the model learns to
+    work with any number of documents. A model without a null vector has no empty slots: a smaller context makes the
+    input shorter.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
         vector's initialisation, N(0, 0.01), is from the released code.
@@ -120,10 +124,6 @@ class ContextSlots(nn.Module):
         dropped_NJ = torch.rand(num_texts, self.num_context, device=full_NJH.device) < self.dropout_fraction
         return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
 
-    def extra_repr(self) -> str:
-        null = "" if self.has_null else ", has_null=False"
-        return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}{null}"
-
 
 class SoftPrompt(nn.Module):
     """Learned vectors between context and text, (S, H): Linear-ReLU-Linear of a constant vector of ones.
@@ -152,9 +152,7 @@ class SoftPrompt(nn.Module):
 class ResidualProjection(nn.Module):
     """A vector plus Linear-ReLU-Linear of it; the last layer is initialised with zeros, which is the identity.
 
-    Args:
-        hidden_size: Width of the vectors, H.
-        adds_pooled: Whether the vector is added; if not, the last layer is initialised at random.
+    Without `adds_pooled` the vector is not added, and the last layer is initialised at random.
 
     Source: the released code of arXiv:2410.02525; not in the paper. Differs: the release starts from random weights.
     """
@@ -170,17 +168,57 @@ class ResidualProjection(nn.Module):
         self.layers = nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), last)
 
     def forward(self, vector_NH: Tensor) -> Tensor:
-        """The projected vectors, (N, H), in the input's dtype or a wider one."""
         first: nn.Module = self.layers[0]
         branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
         return vector_NH + branch_NH if self.adds_pooled else branch_NH
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, as JSON types."""
         return {"hidden_size": self.hidden_size, "adds_pooled": self.adds_pooled}
 
-    def extra_repr(self) -> str:
-        return "" if self.adds_pooled else "adds_pooled=False"
+
+class ContextParts(NamedTuple):
+    """The parts of a contextual model that a plain one does not have; the residual projection is a separate module."""
+
+    first_stage: FirstStage
+    slots: ContextSlots
+    soft_prompt: SoftPrompt
+    has_positions: bool = False
+    residual: ResidualProjection | None = None
+
+    def layers(self) -> nn.ModuleDict:
+        """The layers of `CONTEXT_WEIGHTS`: all except the two backbones and the residual projection."""
+        parts = {"projection": self.first_stage.projection, "slots": self.slots, "soft_prompt": self.soft_prompt}
+        return nn.ModuleDict(parts)
+
+    def save(self, folder: Path) -> None:
+        """Write the layers' weights and settings into the folder of the first stage's backbone."""
+        # Code of the backbone is moved to the parent directory, the only one where transformers looks for it.
+        for file in folder.glob("*.py"):
+            file.replace(folder.parent / file.name)
+        settings = {
+            "num_context": self.slots.num_context,
+            "context_dropout": self.slots.dropout_fraction,
+            "num_soft_prompts": self.soft_prompt.num_soft_prompts,
+            "backbone_size": self.first_stage.pooling.hidden_size,
+            "context_size": self.soft_prompt.context_size,
+            "context_max_length": self.first_stage.max_length,
+            "pools_prompt": self.first_stage.pools_prompt,
+            "has_positions": self.has_positions,
+            "has_null": self.slots.has_null,
+        }
+        save_json(settings, folder, CONTEXT_SETTINGS)
+        save_tensors(self.layers(), folder / CONTEXT_WEIGHTS)
+
+    @classmethod
+    def of_settings(cls, backbone: nn.Module, settings: dict[str, Any]) -> Self:
+        """The layers of a directory without their weights."""
+        size, limit = settings["context_size"], settings["context_max_length"]
+        return cls(
+            FirstStage(backbone, settings["backbone_size"], size, limit, settings["pools_prompt"]),
+            ContextSlots(settings["num_context"], size, settings["context_dropout"], settings["has_null"]),
+            SoftPrompt(settings["num_soft_prompts"], size),
+            settings["has_positions"],
+        )
 
 
 def states_behind_context(
@@ -195,23 +233,14 @@ def states_behind_context(
 
     With rotary positions, every context vector has index 0; soft prompt and text have indices from M. With learned
     position embeddings, only the text has positions, from the table's first position. In layers with a window the
-    prefix sees all tokens and all tokens see it; the window applies between the text's tokens.
+    prefix sees all tokens and all tokens see it. With `has_positions` the prefix is like ordinary tokens.
 
-    Args:
-        backbone: A Hugging Face encoder, or a decoder without its causal mask, adapted by peft or not.
-        context_NMH: Context vectors of each text.
-        soft_prompt_SH: Learned vectors between context and text; S may be 0.
-        input_ids_NL: Token ids, padded on the right.
-        attention_mask_NL: True where there is a token.
-        has_positions: Whether the prefix has positions and windows like ordinary tokens.
-
-    Precision: the prefix is cast to the dtype of the word embeddings; removing learned positions is exact to rounding.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which does not rotate
         context tokens. Differs: §10.4 as printed sets context tokens to zero within attention and adds them back by a
         residual. Their keys and values would then be zero, so that a text could not depend on the content of its
         context; the released code sets them to zero only in the rotation.
     """
-    model = plain_model(backbone)
+    model = plain_backbone(backbone)
     words: Any = model.get_input_embeddings()
     word_NLH = words(input_ids_NL)
     (num_texts, length), device = input_ids_NL.shape, input_ids_NL.device
@@ -236,7 +265,7 @@ def without_positions(
     """The positions of tokens after a prefix without positions, and the prefix as the model's input.
 
     `index_T` is each token's index from the start of its prefix of P vectors, `num_context` of which are context. The
-    position embedding that the model will add to a prefix vector is subtracted.
+    position embedding that the model will add is subtracted from the prefix.
     """
     learned = learned_positions(model)
     if learned is None:
@@ -246,55 +275,99 @@ def without_positions(
     return position_T, prefix_NPH - learned(index_T.new_full((1,), first))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode within the context."""
-    was_training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def plain_model(backbone: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model that peft wraps, or the backbone itself."""
-    plain: Any = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
-    assert isinstance(plain, PreTrainedModel)
-    return plain
-
-
-def learned_positions(model: PreTrainedModel) -> nn.Embedding | None:
-    """The table of position embeddings that a model adds to its inputs, or None (rotary positions)."""
-    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
-    return table if isinstance(table, nn.Embedding) else None
-
-
-def first_position(table: nn.Embedding) -> int:
-    """The position of a text's first token: 0 for BERT, one after the padding index for RoBERTa and XLM-R."""
-    return 0 if table.padding_idx is None else table.padding_idx + 1
-
-
-def _near(config: Any, index_T: Tensor) -> Tensor:
-    """Whether a token sees another within its window, (T, T), by the rule of the backbone's own mask."""
-    query_T1, window = index_T[:, None], config.sliding_window
-    if getattr(config, "use_bidirectional_attention", False) and getattr(config, "is_causal", True):
-        # Gemma 3 sees in both directions as far as a causal mask sees to the left, one token less than other encoders.
-        sees = sliding_window_overlay(window)
-        return sees(0, 0, query_T1, index_T) & sees(0, 0, index_T, query_T1)  # type: ignore[no-any-return]
-    return sliding_window_bidirectional_overlay(window)(0, 0, query_T1, index_T)  # type: ignore[no-any-return]
-
-
 def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dtype: torch.dtype) -> Any:
     """The backbone's attention mask, or a dict of masks by layer type if some layers have a window."""
     if "sliding_attention" not in (getattr(model.config, "layer_types", None) or ()):
         return seen_NT.long()
     index_T = torch.arange(seen_NT.shape[1], device=seen_NT.device)
     is_text_T = index_T >= num_prefix
-    near_TT = _near(model.config, index_T) | ~(is_text_T[:, None] & is_text_T)
+    near = sliding_window_bidirectional_overlay(model.config.sliding_window)
+    near_TT = near(0, 0, index_T[:, None], index_T) | ~(is_text_T[:, None] & is_text_T)
     seen_N1TT = seen_NT[:, None, None, :].expand(-1, 1, len(index_T), -1)
     masks = {"full_attention": seen_N1TT, "sliding_attention": seen_N1TT & near_TT}
     if model.config._attn_implementation == "eager":
         masked = torch.finfo(dtype).min
         return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, masked) for kind, mask in masks.items()}
     return masks
+
+
+class ContextualTransformer(TextTransformer):
+    """The first module of a sentence-transformers pipeline: maps texts with a context to token states."""
+
+    # Arguments that `encode` passes on to `forward`.
+    forward_kwargs = ("dataset_embeddings",)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        context: ContextParts,
+        document_prompt: str = "",
+        **text: Any,
+    ) -> None:
+        super().__init__(model, tokenizer, **text)
+        self.parts = context
+        self.first_stage, self.slots, self.soft_prompt = context[:3]
+        self.document_prompt = document_prompt
+        self.context_MH: Tensor | None = None
+
+    def set_context(self, texts: Sequence[str] | None, prompt: str | None = None) -> None:
+        """Set the context documents of all following texts, or None for no context; see `embed_context`."""
+        self.context_MH = self.embed_context(texts, prompt) if texts else None
+
+    @torch.no_grad()
+    def embed_context(self, texts: Sequence[str], prompt: str | None = None) -> Tensor:
+        """The vectors of context documents, (M, H) float32; `prompt` defaults to the model's prompt of documents."""
+        prompt = self.document_prompt if prompt is None else prompt
+        if not texts:
+            raise ValueError("a context needs at least one document")
+        if len(texts) > self.slots.num_context:
+            raise ValueError(f"this model accepts at most {self.slots.num_context} context documents, got {len(texts)}")
+        vectors = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            features = self.preprocess(texts[start : start + _TEXTS_AT_ONCE], prompt=prompt)
+            inputs = [features[name] for name in ("input_ids", "attention_mask", "pooling_mask")]
+            vectors.append(self.first_stage(*(tensor.to(self.slots.null_H.device) for tensor in inputs)))
+        return torch.cat(vectors)
+
+    def forward(self, features: dict[str, Any], dataset_embeddings: Any = None) -> dict[str, Any]:
+        """Add the states of the text's tokens to the features; `dataset_embeddings` overrides `set_context`."""
+        ids_NL, attention_NL = features["input_ids"], features["attention_mask"].bool()
+        context_MH = self.context_MH
+        if dataset_embeddings is not None:
+            context_MH = torch.as_tensor(dataset_embeddings, dtype=torch.float32)
+            # Vectors of unit length are those of texts.
+            if (context_MH.norm(dim=-1) - 1).abs().max() < 1e-3:
+                raise ValueError("dataset_embeddings must be the result of model[0].embed_context(documents)")
+        context_MH = None if context_MH is None else context_MH.to(ids_NL.device)
+        context_NJH = self.slots(context_MH, len(ids_NL))
+        inputs = (context_NJH, self.soft_prompt(), ids_NL, attention_NL, self.parts.has_positions)
+        state_NLH = states_behind_context(self.model, *inputs)
+        return {**features, "token_embeddings": state_NLH}
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        super().save(output_path)
+        folder = Path(output_path, CONTEXT_FOLDER)
+        plain_backbone(self.first_stage.backbone).save_pretrained(folder)
+        self.parts.save(folder)
+
+    @classmethod
+    def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The first stage with the context's layers, and the prompt of context documents."""
+        first_where = {**where, "subfolder": f"{where['subfolder']}/{CONTEXT_FOLDER}".strip("/")}
+        backbone = load_backbone(name, {**options, **first_where})
+        parts = ContextParts.of_settings(backbone, json.loads(read_text(name, CONTEXT_SETTINGS, first_where)))
+        load_tensors(parts.layers(), name, CONTEXT_WEIGHTS, first_where)
+        config = json.loads(read_text(name, "config_sentence_transformers.json", where))
+        return {"context": parts, "document_prompt": (config.get("prompts") or {}).get("document") or ""}
+
+
+class ResidualHead(SavedLayer):
+    """The residual projection after the pooling; see `ResidualProjection`."""
+
+    def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
+        super().__init__()
+        self.layer = ResidualProjection(hidden_size, adds_pooled)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {**features, "sentence_embedding": self.layer(features["sentence_embedding"])}

@@ -16,12 +16,14 @@ from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model, num_positions
 from embeddings.models.bidirectional import short_window, trial_ids
 from embeddings.models.context_layers import (
+    CONTEXT_FOLDER,
+    CONTEXT_WEIGHTS,
+    RESIDUAL_FOLDER,
+    ContextParts,
     ContextSlots,
     FirstStage,
     ResidualProjection,
     SoftPrompt,
-    evaluating,
-    learned_positions,
     states_behind_context,
 )
 from embeddings.models.directory import (
@@ -32,10 +34,8 @@ from embeddings.models.directory import (
     read_model_directory,
 )
 from embeddings.models.embedder import Embedder
-from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import load_weights, resolve_model
-from embeddings.models.pooling import MeanPooling
-from embeddings.models.portable_contextual import CONTEXT_FOLDER, CONTEXT_WEIGHTS, RESIDUAL_FOLDER, ContextParts
+from embeddings.models.pooling import MeanPooling, evaluating, learned_positions, plain_backbone
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, unpadding_of
 
 
@@ -60,15 +60,9 @@ class ContextualEmbedder(Embedder):
         text: Text settings; context and soft prompt do not count in its maximum lengths.
         form: Options in which the released models differ.
 
-    Raises:
-        OptionError: If a number is out of range, there is context dropout without a null vector, the first stage lacks
-            embeddings for ids of the tokenizer or has fewer positions than `context_max_length`, or the backbone's
-            states depend on the order of the context.
-
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (Eq. 5 and 6) and §10.4, and the released code. Differs: the
-        residual branch is initialised with zeros; context tokens are not rotated in attention, as released, instead of
-        set to zero as in §10.4 (see `states_behind_context`); a context document is one vector, never several as in
-        §10.11.
+        residual branch is initialised with zeros; context tokens are not rotated, as released (see
+        `states_behind_context`); a context document is one vector, never several as in §10.11.
     """
 
     entries = ("embed_context",)
@@ -92,7 +86,13 @@ class ContextualEmbedder(Embedder):
         form: ContextForm | None = None,
     ) -> None:
         form = ContextForm() if form is None else form
-        _check_options(num_context, num_soft_prompts, context_dropout, context_max_length)
+        numbers = {"num_context": num_context, "num_soft_prompts": num_soft_prompts}
+        numbers |= {} if context_max_length is None else {"context_max_length": context_max_length}
+        for name, number in numbers.items():
+            if number < (minimum := int(name != "num_soft_prompts")):
+                raise OptionError(name, number, f"must be >= {minimum}", "leave it out for the usual value")
+        if not 0.0 <= context_dropout <= 1.0:
+            raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "released: 0.005")
         check_dropout(context_dropout, form.has_null, "context_dropout")
         plain = plain_backbone(backbone)
         hidden_size = int(plain.config.hidden_size)
@@ -100,16 +100,15 @@ class ContextualEmbedder(Embedder):
             backbone, tokenizer, MeanPooling(hidden_size), normalize=normalize, text=text, similarity=similarity
         )
         words: Any = plain.get_input_embeddings()
-        self.context_size = int(words.weight.shape[1])
+        self.context_size = size = int(words.weight.shape[1])
         first = plain_backbone(first_stage_backbone)
         _check_first_stage(first, tokenizer, context_max_length)
         _check_positions_of_context(backbone, form)
         first_size = int(first.config.hidden_size)
         self.has_positions = form.has_positions
-        size, limit = self.context_size, context_max_length
-        self.first_stage = FirstStage(first_stage_backbone, first_size, size, limit, form.pools_prompt)
-        self.slots = ContextSlots(num_context, self.context_size, context_dropout, form.has_null)
-        self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
+        self.first_stage = FirstStage(first_stage_backbone, first_size, size, context_max_length, form.pools_prompt)
+        self.slots = ContextSlots(num_context, size, context_dropout, form.has_null)
+        self.soft_prompt = SoftPrompt(num_soft_prompts, size)
         self.residual = ResidualProjection(hidden_size, form.adds_pooled) if residual_projection else None
         self.first_unpadding: Unpadding | None = None
         self.train()
@@ -159,18 +158,8 @@ class ContextualEmbedder(Embedder):
             fix = "lower it, or set model.context.max_length"
             raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
 
-    def extra_repr(self) -> str:
-        return "has_positions=True" if self.has_positions else ""
-
     def embed_context(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
-        """The vectors of context documents: the first stage.
-
-        Args:
-            tokens: M documents padded on the right, or a `TokenBatch`, which is padded or not as `unpad` chose.
-
-        Returns:
-            Vectors, (M, H) float32, not normalised; H is the width of the second stage's word embeddings.
-        """
+        """The first stage: vectors of M documents, (M, H) float32, not normalised; H as in the word embeddings."""
         if isinstance(tokens, TokenBatch):
             if self.first_unpadding is not None and self.first_unpadding.applies_to(self.first_stage.backbone, tokens):
                 return self._first_stage_unpadded(self.first_unpadding, tokens)
@@ -198,11 +187,6 @@ class ContextualEmbedder(Embedder):
 
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.
-
-        Precision: pooling sums and the norm are in float32, under autocast and for bfloat16 weights too.
-
-        Raises:
-            OptionError: If there are more than J context vectors, or the backbone lacks positions for a text.
         """
         if isinstance(tokens, TokenBatch):
             num_texts, longest = len(tokens), int(tokens.lengths_N.max())
@@ -214,27 +198,21 @@ class ContextualEmbedder(Embedder):
         if limit is not None and longest > limit:
             rule = f"must leave texts of at most {limit} tokens beside {self.num_extra_tokens} of context and prompt"
             raise OptionError("data.text.document_max_length", longest, rule, "lower it or num_context")
-        try:
-            context_NJH = self.slots(context, num_texts)
-        except ValueError as error:
-            shape = () if context is None else tuple(context.shape)
-            raise OptionError("context", shape, f"does not fit the model: {error}", "give fewer documents") from error
-        vector_ND = self._pooled_behind_context(tokens, context_NJH)
-        if self.residual is not None:
-            vector_ND = self.residual(vector_ND)
-        vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
-        return F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
-
-    def _pooled_behind_context(self, tokens: PaddedTokens | TokenBatch, context_NJH: Tensor) -> Tensor:
-        """The mean states of texts after their context, (N, H); a `TokenBatch` is not padded."""
+        context_NJH = self.slots(context, num_texts)
         inputs = self.backbone, context_NJH, self.soft_prompt()
         if isinstance(tokens, TokenBatch):
             assert self.unpadding is not None
             state_TH, places = self.unpadding.states_behind_context(*inputs, tokens, self.has_positions)
-            return self.pooling.of_unpadded(state_TH, tokens.pooling_mask_T, places)
-        state_NLH = states_behind_context(*inputs, tokens.input_ids_NL, tokens.attention_mask_NL, self.has_positions)
-        vector_NH: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
-        return vector_NH
+            vector_ND = self.pooling.of_unpadded(state_TH, tokens.pooling_mask_T, places)
+        else:
+            ids_NL, attention_NL, pooling_NL = tokens
+            vector_ND = self.pooling(
+                states_behind_context(*inputs, ids_NL, attention_NL, self.has_positions), pooling_NL
+            )
+        if self.residual is not None:
+            vector_ND = self.residual(vector_ND)
+        vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
+        return F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
@@ -270,7 +248,6 @@ class ContextualEmbedder(Embedder):
         return replace(super()._parts(), context=self.context_parts())
 
     def context_parts(self) -> ContextParts:
-        """The parts that a plain model does not have."""
         return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.has_positions, self.residual)
 
 
@@ -283,19 +260,6 @@ def load_embedder(
     """Load a directory or Hub id as an `Embedder` or `ContextualEmbedder`; arguments as in `from_pretrained`."""
     kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
     return kind.from_pretrained(name, revision, device, dtype)
-
-
-def _check_options(
-    num_context: int, num_soft_prompts: int, context_dropout: float, context_max_length: int | None
-) -> None:
-    if num_context < 1:
-        raise OptionError("num_context", num_context, "must be >= 1", "the paper uses 512, and 64 in its small setting")
-    if num_soft_prompts < 0:
-        raise OptionError("num_soft_prompts", num_soft_prompts, "must be >= 0", "the released models use 8")
-    if not 0.0 <= context_dropout <= 1.0:
-        raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "the released training uses 0.005")
-    if context_max_length is not None and context_max_length < 1:
-        raise OptionError("context_max_length", context_max_length, "must be >= 1", "leave it out for no limit")
 
 
 def check_dropout(fraction: float, has_null: bool, option: str) -> None:

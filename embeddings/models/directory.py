@@ -31,17 +31,17 @@ from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION_TEMPLATE, LENGTHS, Similarity
 from embeddings.models.backbone import has_pooling_layer, num_positions, quiet_transformers
-from embeddings.models.lora import merged_state_dict, plain_backbone
-from embeddings.models.model_files import load_weights, read_json
-from embeddings.models.pooling import Pooling
-from embeddings.models.poolings import OWN_FILE, POOLINGS, own_pooling_source, pooling_class, pooling_name
-from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer
-from embeddings.models.portable_contextual import (
+from embeddings.models.context_layers import (
     CONTEXT_FOLDER,
     CONTEXT_SETTINGS,
     RESIDUAL_FOLDER,
     ContextParts,
 )
+from embeddings.models.lora import merged_state_dict
+from embeddings.models.model_files import load_weights, read_json
+from embeddings.models.pooling import Pooling, plain_backbone
+from embeddings.models.poolings import OWN_FILE, POOLINGS, own_pooling_source, pooling_class, pooling_name
+from embeddings.models.portable import TEXT_FILE, pooling_settings, save_layer
 
 # The key of config_sentence_transformers.json for the trained widths; sentence-transformers ignores it.
 WIDTHS_KEY = "matryoshka_dimensions"
@@ -125,7 +125,7 @@ def write_model_directory(
             plain_backbone(first_stage).save_pretrained(new / CONTEXT_FOLDER, state_dict=weights)
             context.save(new / CONTEXT_FOLDER)
             if context.residual is not None:
-                modules.append(("portable_contextual.ResidualHead", RESIDUAL_FOLDER))
+                modules.append(("context_layers.ResidualHead", RESIDUAL_FOLDER))
                 (new / RESIDUAL_FOLDER).mkdir()
                 save_layer(context.residual, context.residual.settings(), new / RESIDUAL_FOLDER)
         if parts.norm is not None:
@@ -215,7 +215,7 @@ def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> tuple[str,
     """Write pooling and text settings with our code for them; returns the classes of the first two modules."""
     pooling = parts.pooling
     settings = _without(parts.text.to_dict(), "prompts", TEMPLATE_KEY, DEFAULT_PROMPT_KEY)
-    first = "portable.TextTransformer" if parts.context is None else "portable_contextual.ContextualTransformer"
+    first = "portable.TextTransformer" if parts.context is None else "context_layers.ContextualTransformer"
     if pooling.captured_layers:
         first, settings["tapped_layers"] = "attention_capture.CapturingTransformer", list(pooling.captured_layers)
     save_layer(pooling, pooling_settings(name, pooling), folder / "1_Pooling")

@@ -18,12 +18,10 @@ from embeddings.models.anchor_token import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import trial_ids
-from embeddings.models.context_layers import evaluating
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
-from embeddings.models.pooling import Pooling
+from embeddings.models.pooling import Pooling, evaluating, plain_backbone, without_cache
 from embeddings.models.poolings import own_pooling_source
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded_length, unpadding_of
 
@@ -44,10 +42,6 @@ class Embedder(nn.Module):
         text: Maximum lengths, prompts and special tokens of the texts.
         trained_widths: Widths that vectors may be truncated to, the widest first; empty if there are none.
         similarity: How vectors are compared.
-
-    Raises:
-        OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the backbone's attention does
-            not suit the pooling.
     """
 
     # Methods other than `forward` that use the weights.
@@ -115,9 +109,7 @@ class Embedder(nn.Module):
             tokens: N texts padded on the right, or a `TokenBatch`, which is padded or not as `unpad` chose.
 
         Returns:
-            Vectors, (N, D) float32, of unit length if `normalize`.
-
-        Precision: pooling sums and the norms are in float32, under autocast and for bfloat16 weights too.
+            Vectors, (N, D) float32, of unit length if `normalize`. Sums and norms are in float32, under autocast too.
         """
         vector_ND = self._pooled(tokens)
         if self.norm is not None:
@@ -139,13 +131,11 @@ class Embedder(nn.Module):
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
             output = self.backbone(**inputs, **self._options)
         attention = () if captured is None else (attention_NL, captured())
-        vector_NH: Tensor = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)
-        return vector_NH
+        return self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)  # type: ignore[no-any-return]
 
     def _padded(
         self, tokens: TokenBatch, backbone: nn.Module, longest: int | None, num_prefix: int = 0
     ) -> PaddedTokens:
-        """Texts padded on the right as is fastest for a backbone with `longest` positions."""
         on_gpu = tokens.device.type == "cuda" and len(tokens) > 0
         length = padded_length(backbone, tokens, longest, num_prefix) if on_gpu else None
         return tokens.padded(pad_token_id=self.pad_token_id, length=length)
@@ -158,7 +148,6 @@ class Embedder(nn.Module):
 
     @property
     def pad_token_id(self) -> int:
-        """Id of padding tokens."""
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         return pad
@@ -169,11 +158,7 @@ class Embedder(nn.Module):
         return self._num_positions
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
-        """Check that the backbone has positions for these maximum lengths, which are options of `owner`.
-
-        Raises:
-            OptionError: If a length is too large.
-        """
+        """Check that the backbone has positions for these maximum lengths, which are options of `owner`."""
         limit = self.longest_text
         for name in LENGTHS:
             if limit is not None and getattr(text, name) > limit:
@@ -193,7 +178,6 @@ class Embedder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return next(self.parameters()).device
 
     @classmethod
@@ -211,9 +195,6 @@ class Embedder(nn.Module):
             revision: Commit, tag or branch of a Hub id.
             device: Device of the model, the CPU if None.
             dtype: Dtype of the backbone's weights, the checkpoint's if None.
-
-        Raises:
-            InputError: If the model is not available, a file is damaged, or its parts do not fit together.
         """
         folder = resolve_model(os.fspath(name), revision)
         backbone = load_model(folder, "auto" if dtype is None else dtype)
@@ -236,7 +217,7 @@ class Embedder(nn.Module):
     def _of_directory(
         cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dropout: float | None = None
     ) -> Self:
-        """The embedder around a loaded backbone; `dropout` applies to further backbones of the directory."""
+        """The embedder around a loaded backbone; `dropout` is for a contextual model's other backbone."""
         return cls.of_parts(folder, backbone, tokenizer, read_model_directory(folder, backbone, tokenizer))
 
     @classmethod
@@ -253,11 +234,7 @@ class Embedder(nn.Module):
             raise InputError(str(folder), f"its parts do not fit: {error}", fix) from error
 
     def check_saving(self) -> None:
-        """Check that `save_pretrained` can write this model; a run calls it before its first step.
-
-        Raises:
-            OptionError: If the class, the pooling or the head is a user's own and cannot be written.
-        """
+        """Check that `save_pretrained` can write this model; a run calls it before its first step."""
         own_pooling_source(self.pooling)
         fix = "write what differs as a pooling; see docs/extending.md"
         # FSDP2 makes a class of its own in torch.
@@ -277,9 +254,6 @@ class Embedder(nn.Module):
         Args:
             folder: The directory. An existing model is replaced; a card that was written by hand is kept.
             card: Whether to write a card, which describes only the model's use.
-
-        Raises:
-            OptionError: As `check_saving`.
         """
         self.check_saving()
         target = Path(folder).expanduser()

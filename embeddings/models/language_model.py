@@ -1,6 +1,5 @@
 """A language model: a backbone and a head, pretrained or new, on packed documents."""
 
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from embeddings.common.types import positions_in_document
 from embeddings.models.backbone import (
     BackboneConfig,
     check_attention,
-    check_flex,
     highest_id,
     load_configured,
     load_tokenizer,
@@ -43,10 +41,10 @@ from embeddings.models.bidirectional import (
     tolerated_difference,
     trial_ids,
 )
-from embeddings.models.context_layers import evaluating, first_position, learned_positions
-from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
-from embeddings.models.model_files import check_num_layers, resolve_model
+from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict
+from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
+from embeddings.models.pooling import evaluating, first_position, learned_positions, plain_backbone, without_cache
 
 HeadKind = Literal["masked", "causal"]
 AUTO_CLASSES: dict[str, Any] = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
@@ -61,18 +59,11 @@ class HeadSettings:
 
     Args:
         new: Whether to initialise a missing head at random; a checkpoint without a head is an error otherwise.
-        train_beside_lora: Whether to train the full head if the backbone has LoRA matrices. LLM2Vec's script trains it
-            and does not save it; without LoRA it is always trained.
         tile_logits: Maximum number of logits (predicted tokens x vocabulary) in memory at once, of four bytes each.
     """
 
     new: bool = False
-    train_beside_lora: bool = False
     tile_logits: int = 2**27
-
-    def __post_init__(self) -> None:
-        if self.tile_logits < 1:
-            raise OptionError("model.head.tile_logits", self.tile_logits, "must be >= 1", "leave it out for 2**27")
 
 
 @dataclass(frozen=True)
@@ -103,9 +94,8 @@ class FromScratch:
             raise OptionError("model.from_scratch.model_type", self.model_type, rule, "try mistral") from error
         for name in self.settings:
             if not hasattr(known, name) or name == "vocab_size":
-                near = difflib.get_close_matches(name, vars(known), n=1)
-                fix = f"did you mean {near[0]}?" if near else "leave it out"
-                raise OptionError("model.from_scratch.settings", name, f"is not a setting of {self.model_type}", fix)
+                rule = f"is not a setting of {self.model_type}"
+                raise OptionError("model.from_scratch.settings", name, rule, "see the fields of its config")
 
 
 def load_language_model(
@@ -131,11 +121,7 @@ class LanguageModel(nn.Module):
 
     Args:
         causal: Whether a token sees only earlier ones.
-        lora: LoRA settings of the backbone, or None to train all weights.
-        train_head: Whether the head is trained in addition to LoRA matrices.
-
-    Raises:
-        OptionError: If the head cannot be separated from the backbone, or its matrix is the frozen input embedding.
+        lora: LoRA settings of the backbone, which also freeze the head, or None to train all weights.
     """
 
     def __init__(
@@ -144,28 +130,28 @@ class LanguageModel(nn.Module):
         tokenizer: PreTrainedTokenizerBase,
         causal: bool,
         lora: LoraSettings | None = None,
-        train_head: bool = False,
     ) -> None:
         super().__init__()
         check_head(model)
         self.model, self.tokenizer, self.causal = model, tokenizer, causal
         self.vocab_size = int(model.config.vocab_size)
         if lora is not None:
-            self._adapt(lora, train_head)
+            backbone = model.base_model
+            assert isinstance(backbone, PreTrainedModel)
+            in_backbone = {id(weight) for weight in backbone.parameters()}
+            for weight in model.parameters():
+                if id(weight) not in in_backbone:
+                    weight.requires_grad_(False)
+            model._modules[model.base_model_prefix] = add_lora(backbone, lora)
         self.train()
 
     @property
     def backbone(self) -> nn.Module:
-        """The model without its head, adapted by peft or not."""
         backbone: nn.Module = self.model.base_model
         return backbone
 
     def forward(self, input_ids_NL: Tensor, document_NL: Tensor, separate_documents: bool, has_padding: bool) -> Tensor:
-        """The last layer's states of packed rows, (N, L, H), in the model's dtype.
-
-        `document_NL`, (N, L) int64, is the index of each token's document in its row, -1 for padding. With
-        `separate_documents`, tokens attend only within their document.
-        """
+        """The last layer's states of packed rows, (N, L, H); `document_NL` are indices of documents, -1 for padding."""
         plain = plain_backbone(self.backbone)
         inputs = {"attention_mask": (document_NL >= 0).long()} if has_padding else {}
         if separate_documents:
@@ -190,24 +176,8 @@ class LanguageModel(nn.Module):
             self.model.save_pretrained(new, state_dict=state)
             self.tokenizer.save_pretrained(new)
 
-    def _adapt(self, lora: LoraSettings, train_head: bool) -> None:
-        """Add LoRA matrices to the backbone, which freezes it, and freeze the head unless `train_head`."""
-        model: Any = self.model
-        matrix = getattr(model.get_output_embeddings(), "weight", None)
-        if train_head and matrix is model.get_input_embeddings().weight:
-            rule = "cannot take effect: the head's matrix is the input embedding, which LoRA freezes"
-            raise OptionError("model.head.train_beside_lora", True, rule, "set it to false")
-        backbone = self.backbone
-        assert isinstance(backbone, PreTrainedModel)
-        in_backbone = {id(weight) for weight in backbone.parameters()}
-        head = [weight for weight in self.model.parameters() if id(weight) not in in_backbone]
-        self.model._modules[self.model.base_model_prefix] = add_lora(backbone, lora)
-        for weight in head:
-            weight.requires_grad_(train_head)
-
 
 def head_logits(model: PreTrainedModel, state_PH: Tensor) -> Tensor:
-    """The logits of given states instead of the backbone's, (P, H) to (P, V)."""
     with _backbone_replaced(model, _GivenStates(state_PH[None])):
         unused_ids_1P = torch.zeros(1, len(state_PH), dtype=torch.int64, device=state_PH.device)
         logits_1PV: Tensor = model(input_ids=unused_ids_1P).logits
@@ -273,7 +243,6 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
 
 def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model with weights in float32 drawn from torch's random state, in evaluation mode, and the tokenizer."""
-    check_num_layers(scratch.settings, "model.from_scratch.settings")
     tokenizer = read_tokenizer(resolve_model(scratch.tokenizer))
     options = {} if scratch.attn_implementation is None else {"attn_implementation": scratch.attn_implementation}
     try:
@@ -285,7 +254,6 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
         reason = one_line(str(error), 200)
         raise OptionError("model.from_scratch.settings", scratch.settings, "cannot build a model", reason) from error
     assert isinstance(model, PreTrainedModel)
-    check_flex(model.config, scratch.attn_implementation)
     if scratch.bidirectional:
         backbone: Any = model.base_model
         require_bidirectional(backbone)
@@ -305,8 +273,7 @@ def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | Non
 def document_inputs(model: PreTrainedModel, document_NL: Tensor, causal: bool) -> dict[str, Tensor]:
     """Mask and positions with which the tokens of a packed row attend only within their document.
 
-    `attention_mask` is (N, 1, L, L), bool for sdpa and additive for eager; padding sees padding, so that no row is
-    empty. `position_ids`, (N, L) int64, restart in each document.
+    Padding sees padding, so that no row of the mask is empty.
     """
     sees_NLL = document_NL[:, :, None] == document_NL[:, None, :]
     if causal:

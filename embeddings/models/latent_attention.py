@@ -21,8 +21,7 @@ class LatentAttentionPooling(Pooling):
         h <- h + W_2 (a * GELU(g)) + b_2,   (a, g) = W_1 LN(h) + b_1               GEGLU, four times as wide
         vector = mean of h over the pooled tokens
 
-    Keys and values of the latents are computed once per call. Only pooled tokens enter the block. A text without a
-    pooled token gets the zero vector.
+    Only pooled tokens enter the block. A text without a pooled token gets the zero vector.
 
     Args:
         hidden_size: Width of the states, H.
@@ -35,14 +34,8 @@ class LatentAttentionPooling(Pooling):
         zero_init_residual: Initialise the output layers of both residual branches with zeros: training starts from
             mean pooling of the pretrained encoder. Released form only.
 
-    Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
-    Released names: `cross_attend_blocks.0.{norm, norm_context, fn.to_q, fn.to_kv, fn.to_out}` are here
-        `attention.{norm, norm_latents, to_query, to_key_value, to_output}`, `cross_attend_blocks.1.{norm, fn.net.0,
-        fn.net.2}` are `feed_forward.{norm, expand, contract}`; shapes and the order inside fused layers are the same.
-    Raises:
-        ValueError: If a number is below 1, the heads do not divide the hidden size, or an option cannot take effect.
     Source: Lee 2024, arXiv:2405.17428, §3.2 Eq. 1 and the released NV-Embed-v2 code. Differs: `zero_init_residual`.
-    Related: `SelfAttentionPooling`, the paper's ablation; `MeanPooling`, the initial function with zero branches.
+    Related: `SelfAttentionPooling`, the paper's ablation.
     """
 
     def __init__(
@@ -86,7 +79,7 @@ class LatentAttentionPooling(Pooling):
         return places.means(self._block_output(hidden_TH, pooling_mask_T), pooling_mask_T)
 
     def _block_output(self, hidden_TH: Tensor, pooling_mask_T: Tensor) -> Tensor:
-        """The block's output at the pooled tokens, zeros at the others, (T, H) float32 or float64."""
+        """The block's output at the pooled tokens, zeros at the others, (T, H)."""
         index_T = pooling_mask_T.nonzero().squeeze(1)
         token_TH = self.token_states(hidden_TH.index_select(0, index_T))
         token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
@@ -131,9 +124,7 @@ class LatentAttention(nn.Module):
         self.to_output = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def forward(self, token_TH: Tensor, latent_RH: Tensor) -> Tensor:
-        """The attention output of each token, (T, H)."""
-        output_TH: Tensor = self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH))))
-        return output_TH
+        return self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH))))  # type: ignore[no-any-return]
 
     def project(self, token_TH: Tensor, latent_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries of the tokens, (A, T, E), and the keys and values of the latents, (A, R, E)."""
@@ -144,7 +135,6 @@ class LatentAttention(nn.Module):
 
 
 def _attend(query_ATE: Tensor, key_ARE: Tensor, value_ARE: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of every token to every latent, as one batch without padding."""
     batch = (query_ATE.unsqueeze(0), key_ARE.unsqueeze(0), value_ARE.unsqueeze(0))
     return F.scaled_dot_product_attention(*batch, scale=scale).squeeze(0)
 
@@ -168,17 +158,12 @@ class SelfAttentionPooling(Pooling):
         num_heads: Attention heads, A; each is H / A wide.
         zero_init_residual: Initialise the output layers of both residual branches with zeros: plain mean pooling.
 
-    Precision: the block runs in the parameters' dtype or autocast's, its softmax and the mean sum in float32.
-    Raises:
-        ValueError: If `num_heads` is below 1 or does not divide the hidden size.
     Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The paper does not describe the layer's structure.
     Related: `LatentAttentionPooling`, which scores higher in the paper.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 8, zero_init_residual: bool = False) -> None:
         super().__init__(hidden_size)
-        if num_heads < 1:
-            raise ValueError(f"pooling.num_heads must be >= 1, got {num_heads}")
         if hidden_size % num_heads:
             raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
         self.num_heads = num_heads

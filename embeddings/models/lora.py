@@ -15,13 +15,10 @@ from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
 from embeddings.common.io import write_text
-from embeddings.models.context_layers import plain_model
+from embeddings.models.pooling import plain_backbone
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-# Defined there, because code in model directories cannot import this file.
-plain_backbone = plain_model
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class LoraSettings:
         target_modules: Names of the linear layers to adapt, or "all-linear". The paper does not name them.
         keep_zeros: Do not change weights that are zero, so that a pruned model stays sparse in training and after
             merging: W + M * (alpha / rank) B A with M = 1 where W is not zero. The full update of each matrix is then
-            stored for the backward pass; dropout adds a second product. NV-Embed, Appendix A, retrains pruned models
-            with LoRA, but does not state how merged weights stay zero.
+            stored for the backward pass. NV-Embed, Appendix A, does not state how merged weights stay zero.
     """
 
     rank: int = 16
@@ -55,11 +51,7 @@ class LoraSettings:
 
 
 def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
-    """Add trainable adapters to a backbone and freeze its weights; pooling and head are still trained in full.
-
-    Raises:
-        OptionError: If the target modules match no layer.
-    """
+    """Add trainable adapters to a backbone and freeze its weights; pooling and head are still trained in full."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     targets = settings.target_modules
@@ -92,24 +84,15 @@ def _zero_keeping_linear() -> type[nn.Module]:
         """A linear layer with the weight W + M * s B A, M = 1 where W is not zero."""
 
         def get_delta_weight(self, adapter: str) -> Tensor:
-            """The update of the weight, zero where the weight is zero, (out, in)."""
             delta: Tensor = super().get_delta_weight(adapter)
             return delta * (self.get_base_layer().weight != 0)
 
         def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-            """The layer's output, (…, out)."""
-            if self.disable_adapters or self.merged:
-                return self.base_layer(x, *arguments, **options)  # type: ignore[no-any-return]
-            base: Any = self.get_base_layer()
-            updates = [self.get_delta_weight(name) for name in self.active_adapters]
-            dropouts = [self.lora_dropout[name] for name in self.active_adapters]
-            if not self.training or all(isinstance(dropout, nn.Identity) for dropout in dropouts):
-                # One product instead of two.
-                weight: Tensor = sum(updates, base.weight)
-                return F.linear(x, weight.to(x.dtype), base.bias)
-            result: Tensor = base(x, *arguments, **options)
-            for dropout, update in zip(dropouts, updates, strict=True):
-                result = result + F.linear(dropout(x.to(result.dtype)), update.to(result.dtype))
+            result: Tensor = self.base_layer(x, *arguments, **options)
+            if not (self.disable_adapters or self.merged):
+                for name in self.active_adapters:
+                    dropped = self.lora_dropout[name](x.to(result.dtype))
+                    result = result + F.linear(dropped, self.get_delta_weight(name).to(result.dtype))
             return result
 
     return ZeroKeepingLinear
@@ -124,11 +107,9 @@ def merge_lora(backbone: nn.Module) -> PreTrainedModel:
 
 @torch.no_grad()
 def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
-    """The weights of the backbone with its adapters merged; the backbone itself does not change.
+    """The weights of the backbone with its adapters merged in float32; the backbone itself does not change.
 
     Merging in place and undoing it would leave rounding errors in the weights of a run that continues.
-
-    Precision: updates are added in float32 and rounded once to the weight's dtype, bfloat16 for 4-bit weights.
     """
     plain = plain_backbone(backbone)
     if plain is backbone:
@@ -168,11 +149,6 @@ def is_four_bit(weight: Any) -> bool:
     return type(weight).__name__ == "Params4bit"
 
 
-def without_cache(backbone: nn.Module) -> dict[str, bool]:
-    """Arguments of a forward pass that disable a decoder's key-value cache; empty for an encoder."""
-    return {"use_cache": False} if getattr(plain_backbone(backbone).config, "use_cache", False) else {}
-
-
 def frozen_weights(module: nn.Module) -> set[str]:
     """The names of all weights in a module that LoRA freezes."""
     return {
@@ -186,8 +162,7 @@ def frozen_weights(module: nn.Module) -> set[str]:
 
 _CARD = """# LoRA matrices of {directory}
 
-The states of its backbone, with the config of the model directory, which states the attention that the matrices were
-trained with. The base model's own config may have a causal mask, which gives other states.
+They give the states of its backbone with its config, whose attention may differ from that of the base model's own.
 
 ```python
 from transformers import AutoConfig, AutoModel
@@ -198,8 +173,7 @@ base = AutoModel.from_pretrained({base!r}, config=config{revision})
 model = PeftModel.from_pretrained(base, {adapter!r})
 ```
 
-The matrices change only these states. Weights of the pooling, of a norm and of a head are not here: they are in the
-folders `1_Pooling`, `N_LayerNorm` and `N_Dense` of {directory}.
+Weights of the pooling, of a norm and of a head are in the folders `1_Pooling`, `N_LayerNorm` and `N_Dense` there.
 """
 
 

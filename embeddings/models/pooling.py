@@ -1,13 +1,16 @@
-"""Poolings: one vector from the states of a text's tokens, by mean, position, first or last token.
+"""Poolings: one vector from the states of a text's tokens; and what other files ask of a backbone.
 
-This file travels inside model directories: it imports only torch.
+This file travels inside model directories: it imports only torch and transformers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 class TextPlaces(NamedTuple):
@@ -47,8 +50,8 @@ class TextPlaces(NamedTuple):
 class Pooling(nn.Module):
     """Base class: maps the states of a text's tokens to one vector of the same width.
 
-    A config names a class and its arguments except `hidden_size`, H, which is known once the backbone is loaded
-    (`Callable[[int], Pooling]`). Each argument is stored as an attribute of the same name.
+    A config names a class and its arguments except `hidden_size`, H, which the backbone determines. Each argument is
+    stored as an attribute of the same name.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -68,10 +71,7 @@ class Pooling(nn.Module):
         raise NotImplementedError
 
     def of_unpadded(self, hidden_TH: Tensor, pooling_mask_T: Tensor, places: TextPlaces, *attention: Any) -> Tensor:
-        """The result of `forward` from the states of T tokens without padding; this default pads them.
-
-        `attention` has the queries and keys of `captured_layers`.
-        """
+        """The result of `forward` from the states of T tokens without padding; this default pads them."""
         vector_NH: Tensor = self(places.padded(hidden_TH), places.padded(pooling_mask_T), *attention)
         return vector_NH
 
@@ -91,10 +91,7 @@ class Pooling(nn.Module):
 
 
 class MeanPooling(Pooling):
-    """The mean of the pooled tokens' states; zero for a text without a pooled token.
-
-    Precision: sums in float32 whatever the input dtype, under autocast too.
-    """
+    """The mean of the pooled tokens' states, summed in float32; zero for a text without a pooled token."""
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
         state_NLH = _at_least_float32(hidden_NLH).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
@@ -135,7 +132,6 @@ class WeightedMeanPooling(Pooling):
     For causal decoders, whose later tokens see more of the text. Positions count from the text's first token, pooled
     or not.
 
-    Precision: sums in float32 whatever the input dtype, under autocast too.
     Source: Muennighoff 2022, arXiv:2202.08904, Eq. 2.
     """
 
@@ -155,3 +151,40 @@ class WeightedMeanPooling(Pooling):
 
 def _at_least_float32(state: Tensor) -> Tensor:
     return state.to(torch.promote_types(state.dtype, torch.float32))
+
+
+# Questions about a backbone.
+
+
+def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model that peft wraps, or the backbone itself."""
+    plain: Any = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+def without_cache(backbone: nn.Module) -> dict[str, bool]:
+    """Arguments of a forward pass that disable a decoder's key-value cache; empty for an encoder."""
+    return {"use_cache": False} if getattr(plain_backbone(backbone).config, "use_cache", False) else {}
+
+
+def learned_positions(model: PreTrainedModel) -> nn.Embedding | None:
+    """The table of position embeddings that a model adds to its inputs, or None (rotary positions)."""
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def first_position(table: nn.Embedding) -> int:
+    """The position of a text's first token: 0 for BERT, one after the padding index for RoBERTa and XLM-R."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode within the context."""
+    was_training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -61,16 +61,13 @@ def own_pooling_source(pooling: Pooling) -> str | None:
 
     The code is the whole file of the class, which may import torch, transformers, the standard library and this
     library's poolings. Imports of the latter become relative.
-
-    Raises:
-        OptionError: If the class is not at the top of such a file, or its arguments are not attributes of JSON types.
     """
     kind = type(pooling)
     if kind in POOLINGS.values():
         return None
     try:
         path = Path(inspect.getfile(kind))
-        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, TypeError):
         raise _not_portable(kind, "its class is not in a file") from None
     if kind.__module__ == "__main__" or "." in kind.__qualname__:
@@ -80,8 +77,7 @@ def own_pooling_source(pooling: Pooling) -> str | None:
     except (AttributeError, TypeError) as error:
         rule = f"each argument must be stored as an attribute of the same name, of a JSON type ({error})"
         raise _not_portable(kind, rule) from error
-    lines = text.split("\n")
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             modules = ["." * node.level + (node.module or "")]
         else:
@@ -91,12 +87,10 @@ def own_pooling_source(pooling: Pooling) -> str | None:
                 for alias in node.names:
                     if not hasattr(sys.modules[Pooling.__module__], alias.name):
                         raise _not_portable(kind, f"{path.name} imports {alias.name}, which is not in pooling.py")
-                ours = f"{' ' * node.col_offset}from .pooling import {', '.join(map(ast.unparse, node.names))}"
-                rest = [""] * ((node.end_lineno or node.lineno) - node.lineno)
-                lines[node.lineno - 1 : node.end_lineno] = [ours, *rest]
+                node.module, node.level = "pooling", 1
             elif module.partition(".")[0] not in {*sys.stdlib_module_names, "torch", "transformers"}:
                 raise _not_portable(kind, f"{path.name} imports {module}")
-    return "\n".join(lines)
+    return ast.unparse(tree)
 
 
 def _not_portable(kind: type[Pooling], reason: str) -> OptionError:

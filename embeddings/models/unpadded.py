@@ -21,9 +21,15 @@ from embeddings.common.text import one_line
 from embeddings.models.attention_capture import own_attention, visible_range
 from embeddings.models.backbone import attention_dropouts
 from embeddings.models.bidirectional import relative_difference, short_window, tolerated_difference, trial_ids
-from embeddings.models.context_layers import evaluating, first_position, learned_positions, without_positions
-from embeddings.models.lora import plain_backbone, without_cache
-from embeddings.models.pooling import TextPlaces
+from embeddings.models.context_layers import without_positions
+from embeddings.models.pooling import (
+    TextPlaces,
+    evaluating,
+    first_position,
+    learned_positions,
+    plain_backbone,
+    without_cache,
+)
 
 UnpaddedMode = bool | Literal["auto"]
 
@@ -60,12 +66,10 @@ class Unpadding:
     """Runs a backbone on texts without padding, and decides when to.
 
     The states of the tokens equal those of padded texts up to rounding. On a GPU in half precision attention is one
-    call of torch's `varlen_attn`, or the flash attention that the backbone was loaded with. Elsewhere it is a loop over
-    groups of consecutive texts of equal length. Dropout draws different numbers than for padded texts, and the same
-    numbers when replayed.
-
-    The constructor tests the backbone on three short texts and raises a `ValueError` if it is not supported. Without
+    call of torch's `varlen_attn`, or the flash attention that the backbone was loaded with; elsewhere a loop. Without
     `always`, texts are unpadded only where this is faster: on a GPU in half precision without attention dropout.
+
+    The constructor tests the backbone on three short texts and raises a `ValueError` if it is not supported.
     """
 
     def __init__(self, backbone: nn.Module, always: bool = False) -> None:
@@ -101,10 +105,7 @@ class Unpadding:
         tokens: TokenBatch,
         has_positions: bool = False,
     ) -> tuple[Tensor, TextPlaces]:
-        """The states of the texts' tokens after their context, (T, H), and the layout of the texts without it.
-
-        Arguments are as in `context_layers.states_behind_context`.
-        """
+        """The states of the texts' tokens after their context, (T, H), and the layout of the texts without it."""
         model = plain_backbone(backbone)
         words: Any = model.get_input_embeddings()
         word_TH = words(tokens.input_ids_T)
@@ -125,10 +126,7 @@ class Unpadding:
         return state_UH.index_select(0, text_index_T), texts
 
     def run(self, backbone: nn.Module, places: TextPlaces, position_T: Tensor, **inputs: Tensor) -> Tensor:
-        """The states of the last layer, (T, H), for `input_ids`, (1, T), or `inputs_embeds`, (1, T, H).
-
-        `position_T`, (T,) int64, are the backbone's position ids.
-        """
+        """The states of the last layer, (T, H), for `input_ids`, (1, T), or `inputs_embeds`, (1, T, H)."""
         start_N1 = F.pad(places.length_N.cumsum(0), (1, 0)).int()
         arguments: dict[str, Any] = {"cu_seq_lens_q": start_N1, "cu_seq_lens_k": start_N1, **inputs}
         arguments |= {"max_length_q": places.longest, "max_length_k": places.longest, "position_ids": position_T[None]}
@@ -181,9 +179,8 @@ def padded_length(
 ) -> int | None:
     """The length to pad texts to: on a GPU in half precision a multiple of 8, else None for that of the longest text.
 
-    Attention with a mask is fastest at such lengths. A mini-batch then has up to 7 more tokens per text than
-    `mini_batch_tokens` counts. `longest` is the maximum length that the backbone's positions allow; `num_prefix`
-    tokens before each text count in the multiple.
+    Attention with a mask is fastest at such lengths. `longest` is the maximum length that the backbone's positions
+    allow; `num_prefix` tokens before each text count in the multiple.
     """
     if not _in_half_precision(plain_backbone(backbone)):
         return None
@@ -277,16 +274,13 @@ def _by_kernel(
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     num_shared = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {}
-    if num_shared > 1:
-        # Releases without this option need a copy of the key for each head.
-        if "enable_gqa" in inspect.signature(run).parameters:
-            options["enable_gqa"] = True
-        else:
-            key, value = (side.repeat_interleave(num_shared, dim=1) for side in (key, value))
-    rows = (side[0].transpose(0, 1).to(dtype) for side in (query, key, value))
     left = -1 if window is None else window - 1
-    options |= {"scale": scaling, "window_size": (left, 0 if is_causal else left)}
+    options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0 if is_causal else left)}
+    if "enable_gqa" in inspect.signature(run).parameters:
+        options["enable_gqa"] = num_shared > 1
+    else:
+        key, value = (side.repeat_interleave(num_shared, dim=1) for side in (key, value))
+    rows = (side[0].transpose(0, 1).to(dtype) for side in (query, key, value))
     output_TAE: Tensor = run(*rows, start_N1, start_N1, longest, longest, **options)
     return output_TAE[None]
 

@@ -21,7 +21,7 @@ from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.backbone import compile_layers
 from embeddings.models.contextual import check_dropout
-from embeddings.models.lora import plain_backbone
+from embeddings.models.pooling import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, initial_text
 from embeddings.training.gradcache import attach_gradient
 from embeddings.training.optim import Schedule

@@ -16,7 +16,7 @@ from embeddings.data.tokenize import TextTokenizer
 from embeddings.models import Embedder, Pooling, load_embedder
 from embeddings.models.backbone import spread_layers
 from embeddings.models.bidirectional import layers
-from embeddings.models.lora import plain_backbone
+from embeddings.models.pooling import plain_backbone
 
 # Names of the sums over mini-batches (see `Representations.statistics`).
 _ERRORS, _TOKENS = "distillation_errors", "distillation_tokens"

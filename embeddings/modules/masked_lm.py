@@ -30,8 +30,8 @@ from embeddings.models.language_model import (
     load_language_model,
     window,
 )
-from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import FrozenBase, resolve_model
+from embeddings.models.pooling import plain_backbone
 from embeddings.models.stand_in import stand_in_scratch
 from embeddings.modules.base import BaseModule, OptimizerFactory
 from embeddings.training.optim import Schedule
@@ -236,7 +236,7 @@ class MaskedLMModule(BaseModule):
                 check_causal(backbone_model)
             if separate_documents:
                 check_separation(backbone_model, causal)
-            self.language_model = LanguageModel(model, tokenizer, causal, lora, head.train_beside_lora)
+            self.language_model = LanguageModel(model, tokenizer, causal, lora)
         if backbone is not None and lora is not None:
             self.frozen_base = FrozenBase(backbone.name, resolve_model(backbone.name, backbone.revision))
         if backbone is not None and backbone.compile:

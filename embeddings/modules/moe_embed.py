@@ -12,7 +12,6 @@ from embeddings.common.distributed import sum_over_ranks
 from embeddings.losses import InfoNCE
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
-from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.upcycling import (
     COUNTS,
     PROBABILITIES,
@@ -25,6 +24,7 @@ from embeddings.models.moe.upcycling import (
     set_expert_backend,
     upcycle,
 )
+from embeddings.models.pooling import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
 from embeddings.training.optim import Schedule
 

@@ -3,8 +3,6 @@
 import torch
 from transformers import (
     AutoModel,
-    Gemma3TextConfig,
-    Gemma3TextModel,
     ModernBertConfig,
     NomicBertConfig,
     NomicBertModel,
@@ -56,23 +54,6 @@ def tiny_decoder():
     return model
 
 
-def tiny_gemma3(attention="sdpa"):
-    """A decoder whose config makes it bidirectional, with a window of four tokens to each side, and one without."""
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        **{**SMALL, "num_hidden_layers": 4},
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=16,
-        max_position_embeddings=128,
-        sliding_window=8,
-        sliding_window_pattern=2,
-        use_bidirectional_attention=True,
-        attn_implementation=attention,
-    )
-    return Gemma3TextModel(config).eval()
-
-
 BACKBONES = {
     "bert": tiny_bert,
     "xlm_roberta": tiny_xlm_roberta,
@@ -80,8 +61,6 @@ BACKBONES = {
     "modernbert": tiny_modernbert,
     "modernbert_eager": lambda: tiny_modernbert("eager"),
     "decoder": tiny_decoder,
-    "gemma3": tiny_gemma3,
-    "gemma3_eager": lambda: tiny_gemma3("eager"),
 }
 
 

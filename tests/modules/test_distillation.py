@@ -30,7 +30,8 @@ from embeddings.models import (
     add_lora,
     merge_lora,
 )
-from embeddings.models.lora import merged_state_dict, plain_backbone
+from embeddings.models.lora import merged_state_dict
+from embeddings.models.pooling import plain_backbone
 from embeddings.modules import LayerDistillation, NVEmbedModule, distillation
 from embeddings.modules.distillation import LayerTeacher, VectorTeacher, layer_pairs
 from embeddings.training import GradCache

@@ -85,7 +85,7 @@ CASES = {
         ),
         "adapters without their model": (
             model(adapters_alone),
-            "model: contains only adapters, of the model 'gone'; merge them into it with peft's merge_and_unload",
+            "model: contains adapters of another model, 'gone'; merge them into it with peft's merge_and_unload",
         ),
         "no config": (model(without("config.json")), "model/config.json: "),
         "no tokenizer": (model(without("tokenizer.json")), "model: "),

@@ -21,11 +21,10 @@ from embeddings.models.backbone import load_tokenizer
 from embeddings.models.directory import is_contextual
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
-from embeddings.models.lora import plain_backbone
 from embeddings.models.model_card import ImportFacts, keeps_card, stated_licence, write_model_card
 from embeddings.models.model_files import IMPORT_FILE, origin_of, resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
-from embeddings.models.pooling import MeanPooling
+from embeddings.models.pooling import MeanPooling, plain_backbone
 
 
 def import_released(

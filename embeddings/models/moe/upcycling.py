@@ -27,10 +27,10 @@ from embeddings.models.backbone import (
     read_config,
 )
 from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
-from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.experts import Experts, grouped_experts, loop_experts
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel, RotaryMoeOutput
+from embeddings.models.pooling import plain_backbone
 
 
 @dataclass(frozen=True)
