@@ -131,8 +131,6 @@ def push(
     pushed = push_to_hub(model, name, private=private, revision=revision, message=message, update=update)
     size = f"{pushed.num_bytes / 1e6:,.1f} MB"
     print(f"pushed {len(pushed.files)} files ({size}) to {pushed.url}, commit {pushed.commit[:12]}")
-    if pushed.left_out:
-        print(f"left out, since they are not files of the model: {', '.join(pushed.left_out)}")
 
 
 def write_graphs(folder: Path, output: Path, *, with_int8: bool) -> list[str]:
@@ -197,10 +195,9 @@ def convert(
         rope_theta: Base of the rotary angles.
         keep_head: Whether to copy the language-model head, which the adaptation needs.
     """
-    made = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
-    vocabulary = f"vocabulary of {made.vocabulary_before:,} rows padded to {made.vocabulary_after:,}"
-    positions = f"rotary positions for {num_positions:,} tokens"
-    print(f"wrote {output}: {made.num_parameters:,} parameters, {vocabulary}, {positions}")
+    rotary = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
+    size = f"{rotary.num_parameters():,} parameters, vocabulary of {rotary.config.vocab_size:,} rows"
+    print(f"wrote {output}: {size}, rotary positions for {num_positions:,} tokens")
 
 
 def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:

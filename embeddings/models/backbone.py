@@ -47,10 +47,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken")
 DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 
-class MissingWeightsError(InputError):
-    """A checkpoint that lacks weights of its model."""
-
-
 @dataclass(frozen=True)
 class BackboneConfig:
     """A backbone and the options for loading it.
@@ -60,18 +56,16 @@ class BackboneConfig:
         revision: Commit, tag or branch of a Hub id.
         bidirectional: Disable a decoder's causal mask (NV-Embed §3.1). Every layer is checked, at start-up or, for an
             attention that runs only on a GPU, in the first step. An encoder does not change.
-        dtype: Dtype of the weights; "auto" is the checkpoint's. Use half precision only for weights that LoRA freezes:
-            trained weights are in float32, and `trainer.precision: bf16-mixed` computes matrix products in bfloat16.
+        dtype: Dtype of the weights; "auto" is the checkpoint's. Use half precision only for weights that LoRA freezes.
         attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
         gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
         dropout: Probability of all dropout in the model, including attention; None is the checkpoint's.
         num_layers: Load only the first layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None for
             all. Saved models have the same number.
-        compile: Compile each layer with torch.compile, which takes minutes at the start of a run and changes results
-            only by rounding. Layers whose attention a pooling captures are not compiled.
-        quantization: `nf4` stores the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits
-            and products in bfloat16: for weights that LoRA freezes, on a CUDA GPU. Needs the extra `qlora` and
-            `dtype: bfloat16`. A model directory contains the dequantised weights, in bfloat16.
+        compile: Compile each layer with torch.compile, which takes minutes at the start of a run. Layers that a pooling
+            reads are not compiled.
+        quantization: `nf4` stores the linear layers in 4 bits (QLoRA, arXiv:2305.14314): for weights that LoRA freezes,
+            on a CUDA GPU. Needs the extra `qlora` and `dtype: bfloat16`. A model directory has dequantised weights.
         unpadded: Whether the texts of a mini-batch are concatenated without padding, each attending only to itself;
             vectors and gradients are equal up to rounding. `auto`: on a GPU in half precision, if the model supports
             it, has no dropout in its attention and is not compiled. `true`: always, on a CPU in a loop over texts;
@@ -240,7 +234,7 @@ def load_model(
     if missing:
         # transformers would initialise them at random and continue.
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
-        raise MissingWeightsError(str(folder), what, "give a checkpoint of this architecture")
+        raise InputError(str(folder), what, "give a checkpoint of this architecture")
     return model
 
 

@@ -1,13 +1,10 @@
 """Contextual models: their layers, the forward pass behind a context, and their sentence-transformers modules.
 
-A context is set on the first module and used until another is set:
+A context is set on the first module, or its vectors are passed to each call:
 
     model = SentenceTransformer(DIR, trust_remote_code=True)
     model[0].set_context(texts_of_the_corpus)
     vectors = model.encode_document(texts)
-
-Alternatively, pass the context's vectors to each call:
-
     context = model[0].embed_context(texts_of_the_corpus)
     vectors = model.encode_document(texts, dataset_embeddings=context)
 
@@ -74,7 +71,6 @@ class FirstStage(nn.Module):
         return self.project(self.pooling(output.last_hidden_state, pooled_ML))
 
     def project(self, pooled_MH: Tensor) -> Tensor:
-        """The vectors of pooled states, (M, H) float32 or float64."""
         first: nn.Module = self.projection[0]
         vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
@@ -87,8 +83,7 @@ class ContextSlots(nn.Module):
     work with any number of documents. A model without a null vector has no empty slots: a smaller context makes the
     input shorter.
 
-    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
-        vector's initialisation, N(0, 0.01), is from the released code.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and the released code.
     """
 
     null_H: Tensor
@@ -154,7 +149,7 @@ class ResidualProjection(nn.Module):
 
     Without `adds_pooled` the vector is not added, and the last layer is initialised at random.
 
-    Source: the released code of arXiv:2410.02525; not in the paper. Differs: the release starts from random weights.
+    Source: the released code of arXiv:2410.02525; not in the paper. Differs: the release has random weights at first.
     """
 
     def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
@@ -191,7 +186,6 @@ class ContextParts(NamedTuple):
         return nn.ModuleDict(parts)
 
     def save(self, folder: Path) -> None:
-        """Write the layers' weights and settings into the folder of the first stage's backbone."""
         # Code of the backbone is moved to the parent directory, the only one where transformers looks for it.
         for file in folder.glob("*.py"):
             file.replace(folder.parent / file.name)
@@ -211,7 +205,6 @@ class ContextParts(NamedTuple):
 
     @classmethod
     def of_settings(cls, backbone: nn.Module, settings: dict[str, Any]) -> Self:
-        """The layers of a directory without their weights."""
         size, limit = settings["context_size"], settings["context_max_length"]
         return cls(
             FirstStage(backbone, settings["backbone_size"], size, limit, settings["pools_prompt"]),
@@ -235,10 +228,8 @@ def states_behind_context(
     position embeddings, only the text has positions, from the table's first position. In layers with a window the
     prefix sees all tokens and all tokens see it. With `has_positions` the prefix is like ordinary tokens.
 
-    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which does not rotate
-        context tokens. Differs: §10.4 as printed sets context tokens to zero within attention and adds them back by a
-        residual. Their keys and values would then be zero, so that a text could not depend on the content of its
-        context; the released code sets them to zero only in the rotation.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4, and the released code, which does not rotate context
+        tokens. Differs: §10.4 as printed sets them to zero within attention, so that a text could not depend on them.
     """
     model = plain_backbone(backbone)
     words: Any = model.get_input_embeddings()
@@ -353,7 +344,6 @@ class ContextualTransformer(TextTransformer):
 
     @classmethod
     def load_own_parts(cls, name: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The first stage with the context's layers, and the prompt of context documents."""
         first_where = {**where, "subfolder": f"{where['subfolder']}/{CONTEXT_FOLDER}".strip("/")}
         backbone = load_backbone(name, {**options, **first_where})
         parts = ContextParts.of_settings(backbone, json.loads(read_text(name, CONTEXT_SETTINGS, first_where)))

@@ -8,10 +8,10 @@ pooling is copied as `own_pooling.py`.
 import copy
 import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,7 @@ from embeddings.common.errors import shown
 from embeddings.common.io import write_json
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import logger
-from embeddings.common.text import INSTRUCTION_TEMPLATE, LENGTHS, Similarity
+from embeddings.common.text import INSTRUCTION_TEMPLATE, Similarity
 from embeddings.models.backbone import has_pooling_layer, num_positions, quiet_transformers
 from embeddings.models.context_layers import (
     CONTEXT_FOLDER,
@@ -70,21 +70,12 @@ _CONTEXTUAL = ("ContextualTransformer", "ResidualHead")
 
 @dataclass(frozen=True)
 class ContextForm:
-    """Options in which contextual models differ; the defaults are those of the paper and the released training.
+    """Options in which contextual models differ; the defaults are those of the paper and the released training."""
 
-    Args:
-        adds_pooled: Whether the residual projection adds the pooled states to its output. False in cde-small-v1.
-        has_positions: Whether context vectors have positions 0 to J - 1 and windows, so that their order matters. True
-            in cde-small-v2.
-        has_null: Whether a null vector fills empty slots. False in cde-small-v2: a smaller context makes its input
-            shorter.
-        pools_prompt: Whether the first stage always pools a context document's prompt. True in cde-small-v2.
-    """
-
-    adds_pooled: bool = True
-    has_positions: bool = False
-    has_null: bool = True
-    pools_prompt: bool = False
+    adds_pooled: bool = True  # the residual projection adds the pooled states to its output; not in cde-small-v1
+    has_positions: bool = False  # context vectors have positions 0 to J - 1 and windows; in cde-small-v2
+    has_null: bool = True  # a null vector fills empty slots; not in cde-small-v2, whose input becomes shorter
+    pools_prompt: bool = False  # the first stage always pools a context document's prompt; in cde-small-v2
 
 
 @dataclass(frozen=True)
@@ -153,8 +144,7 @@ def plain_tokenizer(
     """The tokenizer with which sentence-transformers' own modules compute the same vectors; None if there is none.
 
     These modules tokenise a prompt separately. They exclude it from a mean correctly for the rule `prompt_length`, or
-    if no token can span the end of a prompt and the start of a text. An end-of-sequence token that training appends is
-    added to the tokenizer, after a check that a saved and loaded copy appends it, also when it truncates.
+    if no token can span the end of a prompt and the start of a text.
     """
     name = pooling_name(pooling)
     prompts = [] if text.pool_prompt or name in _PROMPT_BLIND else [p for p in text.prompts.values() if p]
@@ -181,7 +171,7 @@ def _splits_after(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _appending_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """A copy that appends the end-of-sequence token to every text; None if a saved copy would not."""
+    """A copy that appends the end-of-sequence token to every text, also truncated; None if a saved copy would not."""
     changed, eos = copy.deepcopy(tokenizer), tokenizer.eos_token
     if {"add_bos_token", "add_eos_token"} & set(changed.init_kwargs):  # loading builds the post-processor from these
         changed.init_kwargs["add_eos_token"] = changed.add_eos_token = True
@@ -268,20 +258,19 @@ def read_model_directory(
         raise InputError(str(folder), "has no modules.json, so it is not an embedding model", "export one, or train it")
     pooling: Pooling | None = None
     norm, head, normalize, include_prompt = None, None, False, True
-    for entry in read_json(path, list):
-        kind, module_folder = _module_entry(folder, entry)
+    for kind, place in _modules(path):
         if kind == "Pooling":
-            pooling, include_prompt = _read_standard_pooling(module_folder)
+            pooling, include_prompt = _read_standard_pooling(place)
         elif kind == "MaskedPooling":
-            pooling = _read_own_pooling(module_folder)
+            pooling = _read_own_pooling(place)
         elif kind == "LayerNorm" and (head is not None or normalize):
             what = "has a LayerNorm after its head or Normalize"
             raise InputError(str(path), what, "use a model that has it directly after the pooling")
         elif kind == "LayerNorm":
-            norm = read_norm(module_folder)
+            norm = read_norm(place)
         elif kind == "Dense":
-            layer = read_head(module_folder)
-            head = layer if head is None else _merged_layers(head, layer, module_folder)
+            layer = read_head(place)
+            head = layer if head is None else _merged_layers(head, layer, place)
         elif kind == "Normalize":
             normalize = True
         elif kind in _CONTEXTUAL and not contextual:
@@ -290,68 +279,85 @@ def read_model_directory(
             raise InputError(str(path), f"has the unknown module {kind}", "use another model")
     if pooling is None:
         raise InputError(str(path), "does not name a pooling", "use a model with a pooling module")
-    config = folder / "config_sentence_transformers.json"
-    fields = read_json(config) if config.is_file() else {}
+    config, fields = _read_config(folder)
     text = _read_text(config, fields, model, tokenizer, include_prompt)
     width = pooling.hidden_size if head is None else head.out_features
     widths = fields.get(WIDTHS_KEY, [])
     if not isinstance(widths, list) or not all(type(value) is int and 0 < value <= width for value in widths):
         rule = f"{WIDTHS_KEY} must list widths from 1 to {width}, got {widths!r}"
         raise InputError(str(config), rule, _EXPORT_AGAIN)
-    trained_widths = tuple(sorted(set(widths), reverse=True))
     similarity: Any = fields.get("similarity_fn_name") or "cosine"
     if similarity not in get_args(Similarity):
         rule = f"has similarity_fn_name {shown(similarity)}, supported are {', '.join(get_args(Similarity))}"
         raise InputError(str(config), rule, "use a model that compares vectors by one of these")
+    trained_widths = tuple(sorted(set(widths), reverse=True))
     return ModelParts(pooling, head, normalize, text, None, trained_widths, norm, similarity)
 
 
 def read_text_settings(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TextSettings | None:
     """The text settings of a model directory, whatever its other parts; None for a folder of only a backbone."""
-    path, config = folder / "modules.json", folder / "config_sentence_transformers.json"
+    path = folder / "modules.json"
     if not path.is_file():
         return None
-    include_prompt = True
+    places = [place for kind, place in _modules(path) if kind == "Pooling"]
+    include_prompt = all(read_json(place / "config.json").get("include_prompt", True) for place in places)
+    return _read_text(*_read_config(folder), model, tokenizer, include_prompt)
+
+
+def _modules(path: Path) -> Iterator[tuple[str, Path]]:
+    """The class name and the folder of each module, which must be inside the model's folder."""
+    folder = path.parent
     for entry in read_json(path, list):
-        kind, module_folder = _module_entry(folder, entry)
-        if kind == "Pooling":
-            include_prompt = bool(read_json(module_folder / "config.json").get("include_prompt", True))
-    return _read_text(config, read_json(config) if config.is_file() else {}, model, tokenizer, include_prompt)
+        with _valid(path, "list of modules"):
+            place = folder / str(entry.get("path", ""))
+            kind = str(entry.get("type", "")).rsplit(".", 1)[-1]
+        if not place.resolve().is_relative_to(folder.resolve()):
+            what = f"path {entry['path']!r} is outside the model's folder"
+            raise InputError(str(path), what, "do not use this model")
+        yield kind, place
+
+
+def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    path = folder / "config_sentence_transformers.json"
+    return path, read_json(path) if path.is_file() else {}
+
+
+@contextmanager
+def _valid(path: Path, what: str) -> Iterator[None]:
+    """Report values of another type or range in a file."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(str(path), f"is not a valid {what} ({error})", _EXPORT_AGAIN) from error
 
 
 def _read_text(
     path: Path, fields: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
 ) -> TextSettings:
     """The text settings of a directory; adds lower-casing to the tokenizer if the directory asks for it."""
-    template = fields.get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE)
-    if not isinstance(template, str):
-        raise InputError(str(path), f"has an {TEMPLATE_KEY} that is not a string", _EXPORT_AGAIN)
     prompts = _read_prompts(path, fields)
-    default = fields.get(DEFAULT_PROMPT_KEY)
-    common: dict[str, Any] = {"prompts": prompts, TEMPLATE_KEY: template}
+    common: dict[str, Any] = {"prompts": prompts, TEMPLATE_KEY: fields.get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE)}
     # The prompt may be empty: such prompts are not stored.
+    default = fields.get(DEFAULT_PROMPT_KEY)
     common |= {DEFAULT_PROMPT_KEY: default} if default in prompts else {}
     path = path.with_name(TEXT_FILE)
     if path.is_file():
         settings = {**_without(read_json(path), "tapped_layers"), **common}
     else:
         path = path.with_name("sentence_bert_config.json")
-        settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
+        with _valid(path, "file of lengths"):
+            settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
         if prompts and not include_prompt and not _splits_after(prompts.values(), tokenizer):
             settings["pooling_rule"] = "prompt_length"
-    try:
+    with _valid(path, "file of text settings"):
         text = TextSettings(**settings)
-    except (TypeError, OptionError) as error:
-        raise InputError(str(path), str(error), _EXPORT_AGAIN) from error
-    limit, lengths = num_positions(model), {name: getattr(text, name) for name in LENGTHS}
-    if limit is not None and max(lengths.values()) > limit:
-        logger.warning(
-            "%s has the length %d, the model has %d positions: texts are truncated to these",
-            path,
-            max(lengths.values()),
-            limit,
-        )
-        text = replace(text, **{name: min(length, limit) for name, length in lengths.items()})
+    limit, query, document = num_positions(model), text.query_max_length, text.document_max_length
+    if limit is not None and max(query, document) > limit:
+        line = "%s has the length %d, the model has %d positions: texts are truncated to these"
+        logger.warning(line, path, max(query, document), limit)
+        text = replace(text, query_max_length=min(query, limit), document_max_length=min(document, limit))
     return text
 
 
@@ -363,32 +369,21 @@ def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
         steps = [tokenizers.normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
         backend.normalizer = tokenizers.normalizers.Sequence(steps)
     positions = num_positions(model) or getattr(model.config, "max_position_embeddings", None) or 512
-    limits = (tokenizer.model_max_length, positions)
-    if not all(isinstance(limit, int | float) for limit in limits):
-        what = f"has a model_max_length {tokenizer.model_max_length!r:.40}, expected an integer"
-        raise InputError(str(path.with_name("tokenizer_config.json")), what, _EXPORT_AGAIN)
-    length = settings.get("max_seq_length") or min(limits)
-    lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
-    for value in lengths.values():
-        if type(value) is not int:
-            raise InputError(str(path), f"has a length {value!r}, expected an integer", _EXPORT_AGAIN)
-    return lengths
+    length = settings.get("max_seq_length") or min(tokenizer.model_max_length, positions)
+    return {f"{role}_max_length": int(settings.get(f"{role}_length") or length) for role in ("query", "document")}
 
 
 def _read_prompts(path: Path, fields: dict[str, Any]) -> dict[str, str]:
-    saved = fields.get("prompts") or {}
-    if not isinstance(saved, dict):
-        raise InputError(str(path), "has prompts that are not an object", _EXPORT_AGAIN)
-    for name, prompt in saved.items():
-        # A surrogate cannot be encoded as UTF-8.
-        if not isinstance(prompt, str | None) or re.search("[\ud800-\udfff]", prompt or ""):
-            raise InputError(str(path), f"has a prompt {name!r} that is not a valid string", _EXPORT_AGAIN)
+    with _valid(path, "file of prompts"):
+        saved = {name: prompt for name, prompt in (fields.get("prompts") or {}).items() if prompt}
+        for prompt in saved.values():
+            prompt.encode("utf-8")  # a surrogate has no encoding
     for role, words in _SYNONYMS.items():
-        name = next((name for name, prompt in saved.items() if prompt and words & {*name.lower().split("_")}), None)
-        if name is not None and not saved.get(role):
+        name = next((name for name in saved if words & {*name.lower().split("_")}), None)
+        if name is not None and role not in saved:
             line = "%s: the prompt %s is used only where it is asked for by name, since it is not named %s"
             logger.warning(line, path, shown(name), role)
-    return {name: prompt for name, prompt in saved.items() if prompt}
+    return saved
 
 
 # Words in names of prompts, such as `search_query`, that mean a role.
@@ -396,17 +391,6 @@ _SYNONYMS = {
     "query": {"query", "queries", "question", "questions"},
     "document": {"document", "documents", "doc", "docs", "passage", "passages", "corpus"},
 }
-
-
-def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
-    """The class name and the folder of one module, which must be inside the model's folder."""
-    if not isinstance(entry, dict):
-        raise InputError(str(folder / "modules.json"), "is not a list of modules", "take a complete copy of the model")
-    kind, path = str(entry.get("type", "")), folder / str(entry.get("path", ""))
-    if not path.resolve().is_relative_to(folder.resolve()):
-        what = f"path {entry['path']!r} is outside the model's folder"
-        raise InputError(str(folder / "modules.json"), what, "do not use this model")
-    return kind.rsplit(".", 1)[-1], path
 
 
 def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
@@ -427,10 +411,8 @@ def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
 
 def _read_own_pooling(path: Path) -> Pooling:
     config = read_json(path / "config.json")
-    try:
+    with _valid(path / "config.json", "pooling"):
         pooling = pooling_class(str(config["name"]))(config["hidden_size"], **config["arguments"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(str(path / "config.json"), f"is not a valid pooling ({error})", _EXPORT_AGAIN) from error
     if pooling.state_dict():
         load_weights(pooling, path / "model.safetensors")
     return pooling
@@ -456,11 +438,9 @@ def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
 
 def read_norm(folder: Path) -> nn.LayerNorm:
     """The layer norm of a folder; if its weights are ones and zeros, it has no parameters and is not trained."""
-    width = read_json(folder / "config.json").get("dimension")
-    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
-        what = f"has dimension {width!r:.40}, expected an integer >= 1"
-        raise InputError(str(folder / "config.json"), what, _EXPORT_AGAIN)
-    norm = nn.LayerNorm(width)
+    with _valid(folder / "config.json", "layer norm"):
+        width = read_json(folder / "config.json")["dimension"]
+        norm = nn.LayerNorm(width)
     load_weights(norm, folder / "model.safetensors", prefix="norm.")
     is_plain = torch.equal(norm.weight, torch.ones_like(norm.weight)) and not bool(norm.bias.any())
     return nn.LayerNorm(width, elementwise_affine=False) if is_plain else norm
@@ -479,10 +459,8 @@ def read_head(folder: Path) -> nn.Linear:
     if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
         what = "is not a purely linear head"
         raise InputError(str(folder / "config.json"), what, "use a model with a linear head")
-    try:
+    with _valid(folder / "config.json", "head"):
         head = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))
-    except (KeyError, TypeError) as error:
-        raise InputError(str(folder / "config.json"), f"is not a valid head ({error})", _EXPORT_AGAIN) from error
     load_weights(head, folder / "model.safetensors", prefix="linear.")
     return head
 
@@ -513,16 +491,12 @@ def read_context_options(folder: Path) -> dict[str, Any]:
     if not is_contextual(folder):
         raise InputError(str(folder), "is not a contextual model", "load it with embeddings.models.load_embedder")
     path = folder / CONTEXT_FOLDER / CONTEXT_SETTINGS
-    settings = read_json(path)
-    # Older directories have neither a maximum length nor a form.
-    names = ("num_context", "num_soft_prompts", "context_dropout", "context_max_length")
-    options = {name: settings.get(name) for name in names}
-    for name, value in options.items():
-        is_number = type(value) is int or (type(value) is float and name == "context_dropout")
-        if not is_number and (name != "context_max_length" or value is not None):
-            raise InputError(str(path), f"has {name} {value!r}, expected a number", _EXPORT_AGAIN)
-    has_residual = any("ResidualHead" in str(entry) for entry in read_json(folder / "modules.json", list))
+    with _valid(path, "file of settings"):
+        settings = read_json(path)
+        names = ("num_context", "num_soft_prompts", "context_dropout", "context_max_length")
+        options = {name: settings[name] for name in names}
+        flags = {name: settings[name] for name in ("has_positions", "has_null", "pools_prompt")}
+    has_residual = any(kind == "ResidualHead" for kind, _ in _modules(folder / "modules.json"))
     residual = read_json(folder / RESIDUAL_FOLDER / "config.json") if has_residual else {}
-    flags = {name: settings.get(name) is True for name in ("has_positions", "has_null", "pools_prompt")}
     form = ContextForm(adds_pooled=residual.get("adds_pooled") is not False, **flags)
     return {**options, "residual_projection": has_residual, "form": form}

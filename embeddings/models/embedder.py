@@ -18,7 +18,7 @@ from embeddings.models.anchor_token import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import trial_ids
-from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
+from embeddings.models.directory import ModelParts, is_contextual, read_model_directory, write_model_directory
 from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling, evaluating, plain_backbone, without_cache
@@ -201,7 +201,8 @@ class Embedder(nn.Module):
         embedder = cls._of_directory(folder, backbone, load_tokenizer(folder, backbone))
         if device is not None:
             embedder.to(device)
-        embedder.unpad()
+        if torch.cuda.is_available():
+            embedder.unpad()
         return embedder.eval()
 
     @classmethod
@@ -265,6 +266,21 @@ class Embedder(nn.Module):
     def _parts(self) -> ModelParts:
         names = ("pooling", "head", "normalize", "text", "trained_widths", "norm", "similarity")
         return ModelParts(**{name: getattr(self, name) for name in names})
+
+
+def load_embedder(
+    name: str | os.PathLike[str],
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Embedder:
+    """Load a directory or Hub id as an `Embedder` or `ContextualEmbedder`; arguments as in `from_pretrained`."""
+    kind: type[Embedder] = Embedder
+    if is_contextual(resolve_model(os.fspath(name), revision)):
+        from embeddings.models.contextual import ContextualEmbedder  # imports this file
+
+        kind = ContextualEmbedder
+    return kind.from_pretrained(name, revision, device, dtype)
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:

@@ -35,7 +35,6 @@ class LatentAttentionPooling(Pooling):
             mean pooling of the pretrained encoder. Released form only.
 
     Source: Lee 2024, arXiv:2405.17428, §3.2 Eq. 1 and the released NV-Embed-v2 code. Differs: `zero_init_residual`.
-    Related: `SelfAttentionPooling`, the paper's ablation.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class LatentAttentionPooling(Pooling):
         return (scale * query_ATE.to(dtype) @ key_ARE.to(dtype).mT).softmax(dim=-1)
 
     def token_states(self, token_TH: Tensor) -> Tensor:
-        """The block's output for pooled tokens, (T, H)."""
         token_TH = token_TH.to(self.latents.dtype)
         if self.paper_literal:
             latent_ARE = _split_heads(self.latents, self.num_heads)
@@ -159,7 +157,6 @@ class SelfAttentionPooling(Pooling):
         zero_init_residual: Initialise the output layers of both residual branches with zeros: plain mean pooling.
 
     Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The paper does not describe the layer's structure.
-    Related: `LatentAttentionPooling`, which scores higher in the paper.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 8, zero_init_residual: bool = False) -> None:

@@ -324,17 +324,13 @@ def _within(value: Any, *keys: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class PushedModel:
-    """The result of a push: the repository `OWNER/NAME`, its page, the commit, its files and their size.
-
-    `left_out` are the entries of the directory that do not belong to the model and were not uploaded.
-    """
+    """The result of a push: the repository `OWNER/NAME`, its page, the commit, its files and their size."""
 
     name: str
     url: str
     commit: str
     files: tuple[str, ...]
     num_bytes: int
-    left_out: tuple[str, ...]
 
 
 def push_to_hub(
@@ -363,7 +359,7 @@ def push_to_hub(
         token: A token with write access; None for `HF_TOKEN` or the one that `hf auth login` stored.
     """
     folder = Path(folder).expanduser()
-    paths, left_out = own_files(folder)
+    paths = own_files(folder)
     token = token or get_token()
     if token is None:
         raise InputError(name, "the Hub needs a token", "set HF_TOKEN, or log in with: hf auth login")
@@ -397,7 +393,7 @@ def push_to_hub(
             name, f"cannot be uploaded to {api.endpoint} ({what})", _FIX_BY_STATUS.get(status, _FIX_UPLOAD)
         ) from error
     num_bytes = sum((folder / path).stat().st_size for path in paths)
-    return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes, tuple(left_out))
+    return PushedModel(repository, str(page), commit.oid, tuple(paths), num_bytes)
 
 
 def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
@@ -408,8 +404,8 @@ def push_embedder(embedder: Embedder, name: str, **options: Any) -> PushedModel:
         return push_to_hub(folder, name, **options)
 
 
-def own_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The files to upload from a model directory, which must be as its manifest lists them, and its other entries."""
+def own_files(folder: Path) -> list[str]:
+    """The files to upload from a model directory, which must be as its manifest lists them."""
     own = [name for name in own_hashes(folder) if name != CARD_FILE]
     for name in own:
         if not (folder / name).is_file():
@@ -421,13 +417,7 @@ def own_files(folder: Path) -> tuple[list[str], list[str]]:
         if (folder / name).resolve() != folder.resolve() / name:
             what = "is a symbolic link, whose target may not belong to the model"
             raise InputError(str(folder / name), what, "replace it by the file")
-    tops = {name.split("/")[0] for name in paths}
-    others = set()
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        if path.is_file() and "/".join(parts) not in paths and not any(part.startswith(".") for part in parts):
-            others.add("/".join(parts) if parts[0] in tops else parts[0])
-    return paths, sorted(others)
+    return paths
 
 
 def _pushed_files(api: HfApi, repository: str, revision: str | None) -> set[str]:

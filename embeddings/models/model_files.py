@@ -142,14 +142,14 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
 
 class ModelSource(NamedTuple):
-    """The source of a folder of `resolve_model`: a Hub id with its commit, or the folder itself."""
+    """A Hub id with its commit, or a folder."""
 
     name: str
     commit: str | None
 
 
 def origin_of(folder: Path) -> ModelSource:
-    """The source of a folder, from its path: the Hub's cache has `models--OWNER--NAME/snapshots/COMMIT`."""
+    """The source of a folder from its path: the Hub's cache has `models--OWNER--NAME/snapshots/COMMIT`."""
     kind, *parts = folder.parent.parent.name.split("--")
     if kind == "models" and parts and folder.parent.name == "snapshots":
         return ModelSource("/".join(parts), folder.name)
@@ -218,7 +218,7 @@ def _download(name: str, revision: str | None) -> Path:
 def check_settings(folder: Path) -> None:
     """Refuse files that differ from those in the directory's manifest: all but weights, graphs, card and scores.
 
-    Whoever reads weights checks them. A directory without a manifest, which this library did not write, is not checked.
+    Whoever reads weights checks them.
     """
     path = folder / MANIFEST
     if path.is_file() and not read_json(path).keys().isdisjoint((FILES, CHECKSUM)):
@@ -258,13 +258,10 @@ def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with each quantised weight multiplied by its scale in float32, in its scale's dtype; without the scales.
-
-    A scale, (O, G), applies to groups of I / G neighbouring inputs of an output.
-    """
+    """Tensors with each quantised weight multiplied by its scale in float32, in its scale's dtype; no scales."""
     result = {}
     for name, tensor in tensors.items():
-        scale_OG = tensors.get(f"{name}{SCALE}")
+        scale_OG = tensors.get(f"{name}{SCALE}")  # for groups of I / G neighbouring inputs of an output
         if scale_OG is not None:
             scale_OI = scale_OG.float().repeat_interleave(tensor.shape[1] // scale_OG.shape[1], dim=1)
             result[name] = (tensor.float() * scale_OI).to(scale_OG.dtype)
@@ -282,7 +279,7 @@ def dequantised_weights(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MatrixZeros:
-    """The number of zeros in one matrix, such as `attention.self.query`, of a layer, counted from 0."""
+    """The number of zeros in one matrix, such as `attention.self.query`, of a layer."""
 
     layer: int
     name: str
@@ -291,7 +288,6 @@ class MatrixZeros:
 
     @property
     def fraction(self) -> float:
-        """Fraction of zeros."""
         return self.num_zeros / self.num_weights
 
 

@@ -30,16 +30,7 @@ class TextTransformer(nn.Module):
     """Maps texts to token states and the mask of the tokens that enter the pooling.
 
     The first module of a sentence-transformers pipeline. `encode_query` truncates to the query length, everything else
-    to the document length, including prompt and special tokens.
-
-    Args:
-        append_eos: Whether every text ends with the end-of-sequence token, even if truncated.
-        pool_prompt: Whether a prompt's tokens enter the pooling.
-        suffix: Text appended to every text, even if truncated.
-        pool_start: Whether the special tokens before a text without a prompt enter the pooling.
-        pooling_rule: How the tokens of a prompt are recognised: `exact` or None by the characters of each token,
-            `after_colon` by the first token `:`, `prompt_length` and `instruction_count` by the number of tokens of the
-            prompt alone, with or without the special tokens before it.
+    to the document length, including prompt and special tokens. The other arguments are those of `TextSettings`.
     """
 
     save_in_root = True
@@ -84,11 +75,9 @@ class TextTransformer(nn.Module):
         }
 
     def tokenize_exactly(self, texts: Sequence[str], prompt: str, max_length: int) -> tuple[list[list[int]], list[int]]:
-        """Ids of each text after its prompt, and the index of its first token that enters the pooling.
+        """Ids of each text after its prompt, tokenised together, and the index of its first token to be pooled.
 
-        Prompt and text are tokenised as one string. Tokens that end within the prompt and the special tokens before it
-        are not pooled, unless `pooling_rule` differs. If no token of the text remains, the special tokens after it are
-        pooled, or else the last token.
+        If no token of the text remains, the special tokens after it are pooled, or else the last token.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
@@ -183,21 +172,16 @@ class SavedLayer(nn.Module):
     layer: Any
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, as JSON types."""
-        settings: dict[str, Any] = self.layer.settings()
-        return settings
+        return self.layer.settings()  # type: ignore[no-any-return]
 
     def get_embedding_dimension(self) -> int:
-        """Width of the vectors."""
         return int(self.layer.hidden_size)
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Write the arguments and the weights into an existing folder."""
         save_layer(self.layer, self.settings(), Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
-        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
         if module.layer.state_dict():
@@ -217,7 +201,6 @@ class MaskedPooling(SavedLayer):
         return pooling_settings(self.name, self.layer)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the vectors added, (N, H) float32."""
         state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
         captured: tuple[Any, ...] = ()
         if self.layer.captured_layers:
@@ -246,10 +229,8 @@ def save_json(value: dict[str, Any], *path: str | os.PathLike[str]) -> None:
     Path(*path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
-    file = cached_file(model_name_or_path, filename, **where)
-    assert file is not None
-    module.load_state_dict(load_file(file))
+def load_tensors(module: nn.Module, name: str, filename: str, where: dict[str, Any]) -> None:
+    module.load_state_dict(load_file(str(cached_file(name, filename, **where))))
 
 
 def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +239,5 @@ def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
     return {**where, "revision": loading.get("revision"), "local_files_only": loading.get("local_files_only", False)}
 
 
-def read_text(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:
-    path = cached_file(model_name_or_path, filename, **where)
-    assert path is not None
-    return Path(path).read_text(encoding="utf-8")
+def read_text(name: str, filename: str, where: dict[str, Any]) -> str:
+    return Path(str(cached_file(name, filename, **where))).read_text(encoding="utf-8")

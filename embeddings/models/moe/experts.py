@@ -186,7 +186,7 @@ _uncompiled_cast: Callable[[Tensor, torch.dtype], Tensor] = torch.compiler.disab
 
 
 def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """The weighted sum over each token's experts, (T, H), float32 or float64, by a loop: the reference."""
+    """The weighted sum over each token's experts, (T, H), by a loop: the reference."""
     sum_TH = token_TH.new_zeros(token_TH.shape, dtype=routing.weight_TK.dtype)
     for expert in range(len(weights.w1_XFH)):
         token_t, choice_t = (routing.expert_TK == expert).nonzero(as_tuple=True)
@@ -238,10 +238,9 @@ def sorted_experts(
     weights: ExpertWeights,
     mlps: Callable[[Tensor, Tensor, ExpertWeights], Tensor] = _mlps,
 ) -> Tensor:
-    """The sum of `loop_experts` over tokens sorted by expert, (T, H), float32 or float64.
+    """The sum of `loop_experts`, (T, H), over tokens sorted by expert.
 
-    The sums over a token's K rows, forward and backward, gather the rows: index_add on a GPU is slow and not
-    deterministic.
+    The sums over a token's K rows gather the rows: index_add on a GPU is slow and not deterministic.
     """
     # Of the P = T K pairs of token and expert, sorted by expert.
     order_P = routing.expert_TK.flatten().sort(stable=True).indices

@@ -1,8 +1,7 @@
 """A rotary encoder with mixtures of experts in some layers, as a Hugging Face model.
 
-The dense rotary encoder is transformers' `JinaEmbeddingsV3Model`: XLM-R with rotary positions. transformers' NomicBert
-is that model with gated MLPs and without biases in the layers. This file replaces chosen layers by layers with experts;
-everything else is from transformers.
+The dense rotary encoder is transformers' `JinaEmbeddingsV3Model`: XLM-R with rotary positions. NomicBert is that model
+with gated MLPs and without biases in the layers. This file replaces chosen layers by layers with experts.
 
 This file travels inside model directories: it imports only torch, transformers and its siblings. transformers copies it
 there because of the classes' `_auto_class`.
@@ -111,8 +110,6 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
     Padding is excluded by a two-dimensional attention mask. With a mask of token pairs, as for packed rows, every
     position is routed and counted.
 
-    Raises:
-        ValueError: If the config's experts or layers are invalid.
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1 and §4.3.
     """
 

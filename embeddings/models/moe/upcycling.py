@@ -15,12 +15,11 @@ from transformers import AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreT
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import OptionError
 from embeddings.common.distributed import count_values, full_shape
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.models.backbone import (
     BackboneConfig,
-    MissingWeightsError,
     enable_checkpointing,
     load_backbone,
     quiet_transformers,
@@ -148,7 +147,6 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
 
 
 def _experts_of(mlp: dict[str, Tensor], settings: Upcycling) -> dict[str, Tensor]:
-    """The weights of a sparse MLP whose experts are copies of a dense or gated MLP."""
 
     def copies(weight: Tensor) -> Tensor:
         return weight.expand(settings.num_experts, *weight.shape).clone()
@@ -167,12 +165,10 @@ COUNTS, PROBABILITIES, SQUARED_LOGSUMEXP = "expert_counts", "expert_probabilitie
 
 
 def has_experts(backbone: nn.Module) -> bool:
-    """Whether a backbone, adapted by peft or not, has sparse layers."""
     return isinstance(plain_backbone(backbone), RotaryMoeModel)
 
 
 def moe_layers(backbone: nn.Module) -> list[int]:
-    """The indices of a backbone's sparse layers, from 0."""
     return list(plain_backbone(backbone).config.moe_layers) if has_experts(backbone) else []
 
 
@@ -316,21 +312,13 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
     return rotary
 
 
-class Conversion(NamedTuple):
-    """A written rotary model's number of parameters (shared ones once), and its vocabulary size before and after."""
-
-    num_parameters: int
-    vocabulary_before: int
-    vocabulary_after: int
-
-
 def write_rotary_model(
     source: str,
     output: str | os.PathLike[str],
     num_positions: int = 2048,
     rope_theta: float = 10_000.0,
     keep_head: bool = True,
-) -> Conversion:
+) -> PreTrainedModel:
     """Write a checkpoint's rotary model as a Hugging Face directory, atomically; an existing model is replaced.
 
     Args:
@@ -346,19 +334,13 @@ def write_rotary_model(
     require_replaceable(output)
     _check_conversion(read_config(folder), num_positions, rope_theta)
     config = BackboneConfig(source, dtype="auto")
-    try:
-        model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
-    except MissingWeightsError as error:
-        if not keep_head:
-            raise
-        what = "lacks weights of its language-model head or of its encoder"
-        raise InputError(str(folder), what, "set keep_head to false to convert only the encoder") from error
+    model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
     rotary = to_rotary(model, num_positions, rope_theta)
     tokenizer.model_max_length = num_positions
     with replaced_folder(Path(output)) as new, quiet_transformers():
         rotary.save_pretrained(new)
         tokenizer.save_pretrained(new)
-    return Conversion(rotary.num_parameters(), int(model.config.vocab_size), int(rotary.config.vocab_size))
+    return rotary
 
 
 def _check_conversion(config: PretrainedConfig, num_positions: int, rope_theta: float) -> None:
