@@ -16,8 +16,6 @@ from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
     Embedder,
-    LoraSettings,
-    add_lora,
     anchor_token,
     load_backbone,
     make_bidirectional,
@@ -98,14 +96,6 @@ def test_missing_layers_and_unknown_axes_are_refused():
         AnchorTokenPooling(32, axis="row")
     with pytest.raises(ValueError, match="must name a layer"):
         AnchorTokenPooling(32, layers=())
-
-
-def test_a_backbone_with_adapters_is_supported():
-    adapted = add_lora(backbone_of("mistral"), LoraSettings(rank=2, dropout=0.0))
-    embedder = Embedder(adapted, sentencepiece_tokenizer(), AnchorTokenPooling(32)).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(embedder(TOKENS), expected_vectors("mistral"), rtol=0, atol=1e-6)
-    assert gradients(embedder).norm() > 0
 
 
 def test_the_first_token_is_kept_if_a_text_has_no_other():

@@ -245,17 +245,11 @@ def insert_norm(folder):
 
 
 DAMAGE = {
-    "no first stage": lambda d: (d / "0_Context/model.safetensors").unlink(),
-    "first stage without a config": lambda d: (d / "0_Context/config.json").unlink(),
     "layers truncated": lambda d: (d / "0_Context/context.safetensors").write_bytes(b"\x08"),
     "layers with another size": lambda d: edit(d / "0_Context/context.json", num_soft_prompts=4),
     "no number of documents": lambda d: edit(d / "0_Context/context.json", num_context=None),
-    "invalid limit": lambda d: edit(d / "0_Context/context.json", context_max_length=0),
     "a limit that is not a number": lambda d: edit(d / "0_Context/context.json", context_max_length="8"),
-    "invalid number of documents": lambda d: edit(d / "0_Context/context.json", num_context=0),
-    "settings not JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
     "no residual": lambda d: shutil.rmtree(d / "2_ResidualHead"),
-    "residual without weights": lambda d: (d / "2_ResidualHead/model.safetensors").unlink(),
     "a layer norm": insert_norm,
     "another pooling": lambda d: edit(d / "1_Pooling/config.json", name="cls"),
 }

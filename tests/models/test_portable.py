@@ -78,12 +78,6 @@ def test_sentence_transformers_computes_equal_vectors_with_every_pooling(tmp_pat
     assert (vectors - ours).abs().max() <= 1e-5
 
 
-def test_a_directory_without_prompts_keeps_the_text_settings(tmp_path):
-    model = Embedder(tiny_mistral(), bpe_tokenizer(), MeanPooling(32), text=TextSettings())
-    model.save_pretrained(tmp_path / "model")
-    assert Embedder.from_pretrained(tmp_path / "model").text == model.text
-
-
 def flagged_tokenizer():
     """A tokenizer whose special tokens are set from flags whenever it is loaded, as in Llama."""
     options = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
@@ -134,13 +128,19 @@ def test_a_mean_without_the_prompt_needs_no_code_with_the_rule_prompt_length(tmp
     assert (abs(exact - ours).max() <= 1e-6) == (make_tokenizer is wordpiece_tokenizer)
 
 
-@pytest.mark.parametrize("pooling", [MeanPooling(32), pooling_of("latent_attention")])
-def test_loading_does_not_warn_about_an_unused_pooling_layer(tmp_path, pooling, capfd, caplog):
-    Embedder(tiny_bert(), wordpiece_tokenizer(), pooling).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)),
+        lambda: Embedder(tiny_bert(), wordpiece_tokenizer(), pooling_of("latent_attention")),
+        lambda: tiny_contextual("modernbert"),
+    ],
+)
+def test_loading_reports_no_missing_or_unused_weights(tmp_path, make, capfd, caplog):
+    make().save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     shown = "".join(capfd.readouterr()) + caplog.text
-    assert "MISSING" not in shown
-    assert "pooler" not in shown
+    assert [word for word in ("MISSING", "LOAD REPORT", "pooler") if word in shown] == []
     assert not [name for name, _ in theirs.named_parameters() if "pooler" in name]
 
 
@@ -309,11 +309,3 @@ def test_a_backbone_with_code_in_the_directory_needs_trust_remote_code(tmp_path,
         theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path / "model"), device="cpu")
-
-
-@pytest.mark.parametrize("make", [tiny_contextual, lambda: tiny_contextual("modernbert")])
-def test_sentence_transformers_loads_a_directory_without_a_report_of_missing_weights(tmp_path, caplog, make):
-    make().save_pretrained(tmp_path / "model")
-    caplog.clear()
-    SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    assert [line for line in caplog.messages if "MISSING" in line or "LOAD REPORT" in line] == []

@@ -20,8 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from embeddings.common import OptionError, TextSettings
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.embedder import num_positions
-from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
+from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer
 from embeddings.models.moe.upcycling import (
     KINDS,
     Upcycling,
@@ -136,30 +135,6 @@ def test_sentence_transformers_computes_equal_vectors_with_an_upcycled_model(mod
         assert kind.__module__.startswith("transformers_modules.")
         assert (torch.from_numpy(theirs.encode_query(texts)) - queries.detach()).abs().max() <= 1e-5
         assert (torch.from_numpy(theirs.encode_document(texts)) - documents.detach()).abs().max() <= 1e-5
-
-
-def test_the_code_of_a_directory_does_not_run_without_trust_remote_code(tmp_path, forget):
-    Embedder(tiny_moe(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
-    forget()
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=False)
-
-
-def test_new_weights_have_the_configs_standard_deviation():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-    config = RotaryMoeConfig(**sizes, num_hidden_layers=2, moe_layers=[1], initializer_range=0.5, expert_bias=True)
-    mlp = RotaryMoeModel(config).layers[1].mlp
-    for weight in (mlp.router.weight, mlp.experts.w1, mlp.experts.w2):
-        assert float(weight.detach().std()) == pytest.approx(0.5, rel=0.15)
-    assert not mlp.experts.bias1.any()
-    assert not mlp.experts.bias2.any()
-
-
-@pytest.mark.parametrize("layers", [[], [2], [-1]])
-def test_no_or_missing_expert_layers_are_refused(layers):
-    config = RotaryMoeConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, moe_layers=layers)
-    with torch.device("meta"), pytest.raises(ValueError, match="moe_layers must be some of the 2 layers from 0, got"):
-        RotaryMoeModel(config)
 
 
 def test_routing_metrics_with_one_expert_with_even_and_uneven_loads_and_without_tokens():
@@ -394,11 +369,3 @@ def test_an_encoder_without_a_head_is_converted_and_written(tmp_path):
 def test_models_and_options_that_cannot_be_converted_are_refused(model, options, says):
     with pytest.raises(OptionError, match=says):
         to_rotary(model(), **options)
-
-
-def test_2048_tokens_run_where_the_original_has_66_positions():
-    rotary, ids = to_rotary(source("xlm-roberta", num_hidden_layers=1)), torch.randint(5, ROWS, (1, 2048))
-    assert rotary.base_model(input_ids=ids).last_hidden_state.isfinite().all()
-    assert num_positions(rotary.base_model) is None
-    assert rotary.config.max_position_embeddings == 2048
-    assert rotary.config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}

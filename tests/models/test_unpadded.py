@@ -176,16 +176,11 @@ def kernel(query, key, value, start, other, longest, longest_key, *, scale, wind
     return torch.stack(rows)
 
 
-def older_kernel(query, key, value, start, other, longest, longest_key, *, scale, window_size):
-    """The kernel in releases of torch without shared keys."""
-    return kernel(query, key, value, start, other, longest, longest_key, scale=scale, window_size=window_size)
-
-
-@pytest.mark.parametrize(("name", "attend"), [*((name, kernel) for name in BACKBONES), ("mistral", older_kernel)])
-def test_the_kernel_gets_the_window_the_scale_and_the_shared_keys(name, attend, monkeypatch):
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_kernel_gets_the_window_the_scale_and_the_shared_keys(name, monkeypatch):
     """The kernel, which needs a GPU, is replaced by a loop."""
     monkeypatch.setattr(unpadded, "_kernel_supports", lambda *_: True)
-    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     expected, found = both_vectors(embedder_of(BACKBONES[name]()), texts())
     assert float((found - expected).abs().max()) <= 1e-6
 
@@ -254,13 +249,6 @@ def test_compiled_layers_support_unpadded_texts(name, monkeypatch):
 )
 def test_half_precision_pads_to_a_multiple_of_8_within_the_positions(dtype, longest, num_prefix, expected):
     assert unpadded.padded_length(tiny_bert().to(dtype), texts(), longest, num_prefix) == expected
-
-
-@torch.no_grad()
-def test_longer_padding_changes_no_vector():
-    embedder = embedder_of(tiny_bert())
-    found, expected = (embedder(texts().padded(length=length)) for length in (16, 12))
-    assert float((found - expected).abs().max()) <= 1e-6
 
 
 def test_windows_after_a_context_are_refused_and_padded_by_auto():
