@@ -403,45 +403,7 @@ def test_a_mask_over_keys_is_broadcast_and_texts_or_queries_without_visible_keys
     assert fused_sums(captured, is_token, "query", False)[0, 7] == 0
 
 
-IDS = torch.arange(5, 15).view(2, 5)
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-
-
-def run(backbone):
-    return backbone(input_ids=IDS, attention_mask=MASK).last_hidden_state
-
-
-@torch.no_grad()
-def test_captured_queries_and_keys_are_the_projections_of_the_layer():
-    backbone = tiny_bert()
-    with AttentionCapture(backbone, (-1, 0)).open() as captured:
-        run(backbone)
-        _, layer = captured()
-    attention = backbone.encoder.layer[0].attention.self
-    state = backbone.embeddings(input_ids=IDS)
-    assert torch.equal(layer.query_NALE.transpose(1, 2).flatten(2), attention.query(state))
-    assert torch.equal(layer.key_NGLE.transpose(1, 2).flatten(2), attention.key(state))
-    assert layer.scaling == 8**-0.5
-    assert not layer.is_causal
-
-
-def test_a_detached_capture_frees_its_layers_and_can_be_attached_again():
-    backbone = tiny_bert()
-    before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
-    capture = AttentionCapture(backbone, (-1, 0))
-    capture.detach()
-    assert all(
-        module.config is config and set(vars(module)) == names
-        for module, (config, names) in zip(attention_layers(backbone), before, strict=True)
-    )
-    other = AttentionCapture(backbone, (0,))
-    with pytest.raises(ValueError, match="already"):
-        capture.attach()
-    other.detach()
-    capture.attach()
-    with capture.open() as captured:
-        run(backbone)
-        assert len(captured()) == 2
 
 
 def test_unsupported_attention_is_refused_by_name():

@@ -4,13 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from embeddings.models.moe.experts import Experts, Router, grouped_experts, loop_experts, shared_casts
 from embeddings.models.moe.rotary_moe import MoeMlp
-from embeddings.models.moe.upcycling import set_expert_backend
 from tests.models.moe import EXPERTS, HIDDEN, make_experts, make_router, random_tokens, routing_of, written_out
 
 BACKENDS = {"grouped_mm": grouped_experts, "loop": loop_experts}
@@ -206,14 +204,6 @@ def test_a_changed_weight_is_cast_again():
         with torch.no_grad():
             experts.w1.mul_(2)
         assert not torch.equal(experts(random_tokens(2), routing), before)
-
-
-def test_a_back_end_is_set_for_all_experts_of_a_model():
-    model = nn.Sequential(make_experts(), nn.Sequential(make_experts()))
-    set_expert_backend(model, "loop")
-    assert model[0].backend is model[1][0].backend is loop_experts
-    set_expert_backend(model, "grouped_mm")
-    assert model[0].backend is model[1][0].backend is grouped_experts
 
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])

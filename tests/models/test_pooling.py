@@ -203,15 +203,6 @@ def test_gradients_of_latent_attention_equal_finite_differences(options):
     assert torch.autograd.gradcheck(run, (hidden, *tensors), atol=1e-6, fast_mode=True)
 
 
-def test_only_pooled_tokens_enter_the_block_and_latents_are_projected_once():
-    pooling, shapes = build_latent(), {}
-    for name in ("to_query", "to_key_value"):
-        layer = getattr(pooling.attention, name)
-        layer.register_forward_hook(lambda _, args, __, name=name: shapes.setdefault(name, []).append(args[0].shape))
-    pooling(states_of_attention(), MASK_ATTENTION)
-    assert shapes == {"to_query": [(int(MASK_ATTENTION.sum()), HIDDEN)], "to_key_value": [(LATENTS, HIDDEN)]}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zero_initialised_branches_equal_mean_pooling_to_the_bit(dtype):
     pooling, hidden = build_latent(zero_init_residual=True).float(), states_of_attention().to(dtype)

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from embeddings.common import TextSettings
-from embeddings.compression.compress import assemble
 from embeddings.models import (
     ClsPooling,
     Embedder,
@@ -127,38 +125,3 @@ def test_the_pooling_config_excludes_the_prompt_from_a_mean(tmp_path):
     assert by_text_embeddings_inference(folder) == "mean"
     cls_folder = written(tmp_path / "cls", ClsPooling(32), text=text)
     assert read_json(cls_folder / "1_Pooling" / "config.json")["include_prompt"]
-
-
-def weights_by_text_embeddings_inference(folder):
-    """The single file if it exists, else the files of the index, whatever their names."""
-    single = [name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists()]
-    return set(single[:1] or read_json(folder / "model.safetensors.index.json")["weight_map"].values())
-
-
-def weights_by_vllm(folder):
-    """All safetensors files of the folder itself; with an index, only those that it names."""
-    files, index = {path.name for path in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
-    return files & set(read_json(index)["weight_map"].values()) if index.exists() else files
-
-
-def weights_by_llama_cpp(folder):
-    """All files that match `model*.safetensors`."""
-    return {path.name for path in folder.glob("model*.safetensors")}
-
-
-def test_servers_find_the_weights_of_a_compressed_model_with_one_file_for_each_layer(tmp_path):
-    source = written(tmp_path / "model", MeanPooling(32), head=nn.Linear(32, 8))
-    weights = load_file(source / "model.safetensors")
-    parts = {}
-    for name, tensor in weights.items():
-        parts.setdefault(name.split(".")[2] if ".layer." in name else "outside", {})[name] = tensor
-    assert len(parts) == 3
-    for part, tensors in parts.items():
-        save_file(tensors, tmp_path / f"layer-{part}.safetensors", {"format": "pt"})
-    assemble(source, [tmp_path / f"layer-{part}.safetensors" for part in parts], tmp_path / "small", None)
-    for folder, num_files in ((source, 1), (tmp_path / "small", 3)):
-        found = weights_by_text_embeddings_inference(folder)
-        assert len(found) == num_files
-        assert found == weights_by_vllm(folder) == weights_by_llama_cpp(folder)
-        names = [name for file in sorted(found) for name in load_file(folder / file)]
-        assert sorted(names) == sorted(weights)
