@@ -92,6 +92,8 @@ class Embedder(nn.Module):
 
     def unpad(self, mode: UnpaddedMode = "auto") -> None:
         """Choose whether a `TokenBatch` is padded, by `BackboneConfig.unpadded`; an `OptionError` if not supported."""
+        if self.unpadding is None and mode is not True and not torch.cuda.is_available():
+            return
         if self.capture is None:
             self.unpadding = unpadding_of(self.backbone, mode)
             return
@@ -201,8 +203,7 @@ class Embedder(nn.Module):
         embedder = cls._of_directory(folder, backbone, load_tokenizer(folder, backbone))
         if device is not None:
             embedder.to(device)
-        if torch.cuda.is_available():
-            embedder.unpad()
+        embedder.unpad()
         return embedder.eval()
 
     @classmethod
