@@ -7,7 +7,7 @@ from embeddings.models.contextual import ContextualEmbedder
 from embeddings.models.embedder import Embedder, load_embedder
 from embeddings.models.language_model import FromScratch, HeadSettings, LanguageModel
 from embeddings.models.latent_attention import LatentAttentionPooling, SelfAttentionPooling
-from embeddings.models.lora import LoraSettings, add_lora, merge_lora
+from embeddings.models.lora import LoraSettings, add_lora
 from embeddings.models.model_card import PushedModel, push_to_hub
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
 from embeddings.models.moe.upcycling import (
@@ -52,7 +52,6 @@ __all__ = [
     "load_backbone",
     "load_embedder",
     "make_bidirectional",
-    "merge_lora",
     "parameter_counts",
     "push_to_hub",
     "set_expert_backend",

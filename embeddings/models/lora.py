@@ -98,13 +98,6 @@ def _zero_keeping_linear() -> type[nn.Module]:
     return ZeroKeepingLinear
 
 
-def merge_lora(backbone: nn.Module) -> PreTrainedModel:
-    """Merge adapters into the backbone's weights in place; a backbone without adapters is returned unchanged."""
-    merged = backbone if isinstance(backbone, PreTrainedModel) else backbone.merge_and_unload()  # type: ignore[operator]
-    assert isinstance(merged, PreTrainedModel)
-    return merged
-
-
 @torch.no_grad()
 def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
     """The weights of the backbone with its adapters merged in float32; the backbone itself does not change.

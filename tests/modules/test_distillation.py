@@ -28,7 +28,6 @@ from embeddings.models import (
     LoraSettings,
     MeanPooling,
     add_lora,
-    merge_lora,
 )
 from embeddings.models.lora import merged_state_dict
 from embeddings.models.pooling import plain_backbone
@@ -222,7 +221,7 @@ def test_zero_keeping_lora_computes_the_merged_model(make: Any) -> None:
     found[..., 0].sum().backward()
     assert all(weight.grad.any() for name, weight in adapted.named_parameters() if "lora_" in name)
     written = merged_state_dict(adapted)
-    merged = merge_lora(adapted)
+    merged = adapted.merge_and_unload()
     for name, is_zero in zeros(merged).items():
         assert torch.equal(is_zero, before[name]), name
         assert torch.equal(written[f"{name}.weight"] == 0, before[name]), name
