@@ -360,7 +360,6 @@ def test_an_encoder_without_a_head_is_converted_and_written(tmp_path):
     ("model", "options", "says"),
     [
         (tiny_mistral, {}, "model cannot be converted, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
-        (lambda: source("bert"), {"num_positions": 0}, "num_positions must be >= 1, got 0"),
         (lambda: source("bert"), {"rope_theta": 1.0}, "rope_theta must be > 1, got 1.0"),
         (lambda: source("bert", hidden_act="relu"), {}, "hidden_act must be gelu"),
         (lambda: source("bert", num_attention_heads=32), {}, "must have heads of even width, got 'heads of width 1'"),

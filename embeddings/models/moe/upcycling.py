@@ -11,20 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
 from embeddings.common import OptionError
 from embeddings.common.distributed import count_values, full_shape
 from embeddings.common.own_folder import replaced_folder, require_replaceable
-from embeddings.models.backbone import (
-    BackboneConfig,
-    enable_checkpointing,
-    load_backbone,
-    quiet_transformers,
-    read_config,
-)
+from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_backbone, quiet_transformers
 from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
 from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.experts import Experts, grouped_experts, loop_experts
@@ -289,7 +283,12 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
 
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1, which does not state the values of the padding.
     """
-    _check_conversion(model.config, num_positions, rope_theta)
+    if model.config.model_type not in KINDS or getattr(model.config, "is_decoder", False):
+        raise OptionError("model", model.config.model_type, "cannot be converted", f"convert one of {', '.join(KINDS)}")
+    if not rope_theta > 1:
+        raise OptionError("rope_theta", rope_theta, "must be > 1", "the paper uses 10,000")
+    if (width := model.config.hidden_size // model.config.num_attention_heads) % 2:
+        raise OptionError("model", f"heads of width {width}", "must have heads of even width", "convert another")
     num_rows = -(-int(model.config.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
     config = JinaEmbeddingsV3Config(
         **{name: getattr(model.config, name) for name in _COPIED},
@@ -332,7 +331,6 @@ def write_rotary_model(
     if folder.resolve() == Path(output).expanduser().resolve():
         raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")
     require_replaceable(output)
-    _check_conversion(read_config(folder), num_positions, rope_theta)
     config = BackboneConfig(source, dtype="auto")
     model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
     rotary = to_rotary(model, num_positions, rope_theta)
@@ -341,17 +339,6 @@ def write_rotary_model(
         rotary.save_pretrained(new)
         tokenizer.save_pretrained(new)
     return rotary
-
-
-def _check_conversion(config: PretrainedConfig, num_positions: int, rope_theta: float) -> None:
-    if config.model_type not in KINDS or getattr(config, "is_decoder", False):
-        raise OptionError("model", config.model_type, "cannot be converted", f"convert one of {', '.join(KINDS)}")
-    if num_positions < 1:
-        raise OptionError("num_positions", num_positions, "must be >= 1", "the paper trains on 2,048")
-    if not rope_theta > 1:
-        raise OptionError("rope_theta", rope_theta, "must be > 1", "the paper uses 10,000")
-    if (width := config.hidden_size // config.num_attention_heads) % 2:
-        raise OptionError("model", f"heads of width {width}", "must have heads of even width", "convert another")
 
 
 def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
