@@ -321,10 +321,9 @@ def num_positions(backbone: nn.Module) -> int | None:
     model = plain_backbone(backbone)
     for name, table in model.named_modules():
         if name.rpartition(".")[2] in _POSITION_TABLES and isinstance(table, nn.Embedding):
-            # BART and OPT shift positions by `offset`; Nystromformer, by 2, in its config only.
-            limit = table.num_embeddings - getattr(table, "offset", first_position(table))
-            stated = getattr(model.config, "max_position_embeddings", None)
-            return min(limit, stated) if isinstance(stated, int) else limit
+            limit = table.num_embeddings - first_position(table)
+            # BART, OPT and Nystromformer reserve positions.
+            return min(limit, getattr(model.config, "max_position_embeddings", None) or limit)
     return None
 
 

@@ -13,7 +13,7 @@ from embeddings.common import InputError, OptionError, PaddedTokens, TextSetting
 from embeddings.common.text import Similarity
 from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model, num_positions
-from embeddings.models.bidirectional import short_window, trial_ids
+from embeddings.models.bidirectional import relative_difference, short_window, tolerated_difference, trial_ids
 from embeddings.models.context_layers import (
     CONTEXT_FOLDER,
     CONTEXT_WEIGHTS,
@@ -291,14 +291,12 @@ def broken_rule(backbone: nn.Module) -> str | None:
             states_behind_context(backbone, context, empty_SH, ids_NL, mask_NL)[mask_NL] for context in contexts
         )
         by_tokens = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state[mask_NL]
-    # Relative to the largest state.
-    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
     rules = {
         "must not depend on the order of its context": (ordered.float(), flipped.float()),
         "must have the same states for input embeddings as for tokens": (alone.float(), by_tokens.float()),
     }
     for rule, (states, expected) in rules.items():
-        if (states - expected).abs().max() > tolerance * states.abs().max().clamp(min=1e-6):
+        if not relative_difference(states, expected) <= tolerated_difference(model):
             return rule
     return "must attend to the context before a text" if torch.equal(ordered, alone) else None
 

@@ -14,14 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.text import LENGTHS, Similarity
-from embeddings.models.anchor_token import visible_queries
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
-from embeddings.models.bidirectional import trial_ids
+from embeddings.models.bidirectional import is_causal
 from embeddings.models.directory import ModelParts, is_contextual, read_model_directory, write_model_directory
 from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
-from embeddings.models.pooling import Pooling, evaluating, plain_backbone, without_cache
+from embeddings.models.pooling import Pooling, plain_backbone, without_cache
 from embeddings.models.poolings import own_pooling_source
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, unpadding_of
 
@@ -281,30 +280,13 @@ def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None
     """The capture of the attention that a pooling needs, if any; an `OptionError` if the attention is unsuitable."""
     if not pooling.captured_layers:
         return None
-    try:
-        capture = AttentionCapture(plain_backbone(backbone), pooling.captured_layers)
-    except ValueError as error:
-        layers = list(pooling.captured_layers)
-        raise OptionError("pooling.layers", layers, str(error), "-1 is the last layer") from error
-    if getattr(pooling, "needs_both_ways", False) and is_causal(backbone, capture):
-        capture.detach()
+    plain = plain_backbone(backbone)
+    if getattr(pooling, "needs_both_ways", False) and plain.device.type != "meta" and is_causal(plain):
         rule = "weighs early tokens more under a causal mask, whatever their content"
         fix = "set bidirectional: true on the backbone, or by_visible_queries: true on the pooling"
         raise OptionError("pooling.axis", "key", rule, fix)
-    return capture
-
-
-@torch.no_grad()
-def is_causal(backbone: nn.Module, capture: AttentionCapture) -> bool:
-    """Whether a query of the captured layers does not see a later key, tested on two short texts of unequal length."""
-    plain = plain_backbone(backbone)
-    if plain.device.type == "meta":  # the model of `plan`, which has no weights
-        return False
-    ids_NL = trial_ids(plain, 2, 12)
-    is_token_NL = torch.ones_like(ids_NL, dtype=torch.bool)
-    is_token_NL[1, 9:] = False
-    with evaluating(backbone), capture.open() as captured:
-        backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
-        counts = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
-    length_N = is_token_NL.sum(dim=1)
-    return any(bool((count_T < length_N.repeat_interleave(length_N)).any()) for count_T in counts)
+    try:
+        return AttentionCapture(plain, pooling.captured_layers)
+    except ValueError as error:
+        layers = list(pooling.captured_layers)
+        raise OptionError("pooling.layers", layers, str(error), "-1 is the last layer") from error

@@ -201,8 +201,7 @@ def check_head(model: PreTrainedModel) -> None:
             logits_PV = head_logits(model, states_NLH.flatten(0, 1))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise OptionError("model.backbone", name, "has a head that cannot be computed separately", fix) from error
-    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
-    if not torch.allclose(expected_NLV.flatten(0, 1), logits_PV, rtol=tolerance, atol=tolerance):
+    if not relative_difference(logits_PV.float(), expected_NLV.flatten(0, 1).float()) <= tolerated_difference(model):
         raise OptionError("model.backbone", name, "has a head that uses more than the last states", fix)
 
 

@@ -121,7 +121,14 @@ def test_a_model_is_not_changed_even_after_an_error():
     for _ in range(2):
         refused(OptionError, r"under a causal mask.*by_visible_queries: true", token_weights, embedder, TEXTS)
         token_weights(embedder, TEXTS, AnchorTokenPooling(32, by_visible_queries=True))
-    refused(OptionError, r"layers \[7\] must be", token_weights, embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
+    refused(
+        OptionError,
+        r"layers \[7\] must be",
+        token_weights,
+        embedder,
+        TEXTS,
+        AnchorTokenPooling(32, layers=(7,), axis="query"),
+    )
     assert [module.training for module in embedder.modules()] == modes
     assert all(
         getattr(module, "config", None) is config for module, config in zip(embedder.modules(), configs, strict=True)
