@@ -185,31 +185,6 @@ def test_the_kernel_gets_the_window_the_scale_and_the_shared_keys(name, monkeypa
     assert float((found - expected).abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dropout", "capability", "expected"),
-    [
-        (torch.bfloat16, 0.0, (8, 0), True),
-        (torch.float32, 0.0, (8, 0), False),
-        (torch.bfloat16, 0.1, (8, 0), False),
-        (torch.bfloat16, 0.0, (7, 5), False),
-    ],
-)
-def test_a_gpu_uses_unpadded_texts_if_its_kernel_supports_them(monkeypatch, dtype, dropout, capability, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    unpadded._has_kernel.cache_clear()
-    try:
-        embedder = embedder_of(tiny_bert(dropout=dropout).to(dtype)).train()
-        embedder.unpad()
-        assert embedder.unpadding is not None
-        assert embedder.unpadding._is_quick(embedder.backbone) is expected
-        assert not embedder.unpadding.applies_to(embedder.backbone, texts())
-        assert embedder.eval().unpadding._is_quick(embedder.backbone) is (expected or dropout > 0)
-    finally:
-        unpadded._has_kernel.cache_clear()
-
-
 # Compiling causes warnings of torch.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.slow
