@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.models import AnchorTokenPooling, LatentAttentionPooling, MeanPooling, SelfAttentionPooling, unpadded
-from embeddings.models.anchor_token import CapturedAttention
 from embeddings.models.moe.experts import Experts, Router, loop_experts
 from embeddings.models.moe.rotary_moe import MoeMlp
+from embeddings.models.pooling import CapturedAttention
 from tests.helpers.contrastive import random_batch, relative_error
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .anchor_token import Axis, CapturedAttention
+from .pooling import CapturedAttention
 
 try:
     import triton
@@ -250,7 +250,7 @@ class FusedSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_NALE: Tensor, key_NGLE: Tensor, attention: CapturedAttention, is_token_NL: Tensor, axis: Axis
+        ctx: Any, query_NALE: Tensor, key_NGLE: Tensor, attention: CapturedAttention, is_token_NL: Tensor, axis: str
     ) -> Tensor:
         query, key = attention.query_NALE, attention.key_NGLE
         num_texts, num_heads, length, width = query.shape

@@ -8,13 +8,13 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .pooling import Pooling, TextPlaces
+from .pooling import CapturedAttention, Pooling, TextPlaces
 
 Axis = Literal["key", "query"]
 
@@ -22,20 +22,6 @@ Axis = Literal["key", "query"]
 TILE_SCORES = 1 << 21
 # A float32 product overflows beyond e^88.
 _MAX_LOG = 87.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CapturedAttention:
-    """The queries and keys of one attention layer, as they enter the softmax, after rotation; a head is E wide."""
-
-    query_NALE: Tensor
-    key_NGLE: Tensor  # G divides A, and A / G heads share a key (grouped-query attention)
-    mask: Tensor | None  # broadcastable to (N, A, L, L): bool, True where a query sees a key, or additive
-    is_causal: bool
-    scaling: float  # factor of the inner products
-    window: int | None = None  # hides keys at this distance or more
-
-
 Sums = Callable[[CapturedAttention, Tensor, Axis, bool], Tensor]
 
 

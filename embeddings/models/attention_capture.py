@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .anchor_token import CapturedAttention
+from .pooling import CapturedAttention
 from .portable import TextTransformer
 
 NAME = "embeddings_capture"

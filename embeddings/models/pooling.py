@@ -5,6 +5,7 @@ This file travels inside model directories: it imports only torch and transforme
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +46,18 @@ class TextPlaces(NamedTuple):
         state_TH = _at_least_float32(state_TH).masked_fill(~pooling_mask_T.unsqueeze(-1), 0.0)
         count_N = self.sums(pooling_mask_T.to(state_TH.dtype))
         return self.sums(state_TH) / count_N.clamp(min=1).unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedAttention:
+    """The queries and keys of one attention layer, as they enter the softmax, after rotation; a head is E wide."""
+
+    query_NALE: Tensor
+    key_NGLE: Tensor  # G divides A, and A / G heads share a key (grouped-query attention)
+    mask: Tensor | None  # broadcastable to (N, A, L, L): bool, True where a query sees a key, or additive
+    is_causal: bool
+    scaling: float  # factor of the inner products
+    window: int | None = None  # hides keys at this distance or more
 
 
 class Pooling(nn.Module):

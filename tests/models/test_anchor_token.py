@@ -21,7 +21,6 @@ from embeddings.models import (
     make_bidirectional,
 )
 from embeddings.models.anchor_token import (
-    CapturedAttention,
     ProblemKind,
     anchor_weights,
     checked_sums,
@@ -31,6 +30,7 @@ from embeddings.models.anchor_token import (
     visible_queries,
 )
 from embeddings.models.attention_capture import AttentionCapture, _captured_attention, attention_layers
+from embeddings.models.pooling import CapturedAttention
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.reading import random_tokens
 

@@ -12,7 +12,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.interop.released.cde import load
 from embeddings.interop.released.checkpoint import Assumed
 from embeddings.models import BackboneConfig
-from embeddings.models.embedder import load_embedder
+from embeddings.models.contextual import load_embedder
 from embeddings.modules import CDEModule
 from embeddings.modules.cde import ContextSettings
 from tests.helpers.tiny import wordpiece_tokenizer
