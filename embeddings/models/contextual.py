@@ -163,7 +163,7 @@ class ContextualEmbedder(Embedder):
         if isinstance(tokens, TokenBatch):
             if self.first_unpadding is not None and self.first_unpadding.applies_to(self.first_stage.backbone, tokens):
                 return self._first_stage_unpadded(self.first_unpadding, tokens)
-            tokens = tokens.padded(pad_token_id=self.pad_token_id)
+            tokens = self._padded(tokens, self.first_stage.backbone, self.longest_context_document)
         vector_MH: Tensor = self.first_stage(tokens.input_ids_NL, tokens.attention_mask_NL, tokens.pooling_mask_NL)
         return vector_MH
 
@@ -191,7 +191,7 @@ class ContextualEmbedder(Embedder):
         if isinstance(tokens, TokenBatch):
             num_texts, longest = len(tokens), int(tokens.lengths_N.max())
             if self.unpadding is None or not self.unpadding.applies_to(self.backbone, tokens):
-                tokens = tokens.padded(pad_token_id=self.pad_token_id)
+                tokens = self._padded(tokens, self.backbone, self.longest_text, self.num_extra_tokens)
         else:
             num_texts, longest = tokens.input_ids_NL.shape
         limit = self.longest_text

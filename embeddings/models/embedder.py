@@ -22,7 +22,7 @@ from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling, plain_backbone, without_cache
 from embeddings.models.poolings import own_pooling_source
-from embeddings.models.unpadded import UnpaddedMode, Unpadding, unpadding_of
+from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded_length, unpadding_of
 
 
 class Embedder(nn.Module):
@@ -126,13 +126,20 @@ class Embedder(nn.Module):
         if isinstance(tokens, TokenBatch):
             if self.unpadding is not None and self.unpadding.applies_to(self.backbone, tokens):
                 return self._pooled_unpadded(self.unpadding, tokens)
-            tokens = tokens.padded(pad_token_id=self.pad_token_id)
+            tokens = self._padded(tokens, self.backbone, self.longest_text)
         attention_NL = tokens.attention_mask_NL
         with nullcontext() if self.capture is None else self.capture.open() as captured:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
             output = self.backbone(**inputs, **self._options)
         attention = () if captured is None else (attention_NL, captured())
         return self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)  # type: ignore[no-any-return]
+
+    def _padded(
+        self, tokens: TokenBatch, backbone: nn.Module, longest: int | None, num_prefix: int = 0
+    ) -> PaddedTokens:
+        on_gpu = tokens.device.type == "cuda" and len(tokens) > 0
+        length = padded_length(backbone, tokens, longest, num_prefix) if on_gpu else None
+        return tokens.padded(pad_token_id=self.pad_token_id, length=length)
 
     def _pooled_unpadded(self, unpadding: Unpadding, tokens: TokenBatch) -> Tensor:
         with nullcontext() if self.capture is None else self.capture.open() as captured:

@@ -37,6 +37,8 @@ NAME = "embeddings_unpadded"
 # Supported by torch's kernel.
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_WIDTH = 256
+# Padded lengths on a GPU in half precision are multiples of this.
+_MULTIPLE = 8
 # Lengths of the texts for testing a backbone.
 _TRIAL_LENGTHS = (5, 3, 1)
 
@@ -136,9 +138,10 @@ class Unpadding:
 
     def _is_quick(self, plain: PreTrainedModel) -> bool:
         """Whether a kernel for unpadded texts supports this model's dtype, dropout and head width on its GPU now."""
-        is_half = torch.is_autocast_enabled("cuda") or plain.dtype in _HALF
-        if self._is_flash or not is_half:
-            return is_half
+        if not _in_half_precision(plain):
+            return False
+        if self._is_flash:
+            return True
         config = plain.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         drops = plain.training and any(attention_dropouts(config).values())
@@ -169,6 +172,26 @@ def _places(tokens: TokenBatch, num_prefix: int = 0) -> TextPlaces:
     """The layout of texts, each with a prefix of `num_prefix` tokens."""
     num_tokens, longest = tokens.num_tokens + num_prefix * len(tokens), int(tokens.lengths_N.max()) + num_prefix
     return TextPlaces.of(tokens.placed()[1] + num_prefix, num_tokens, longest)
+
+
+def padded_length(
+    backbone: nn.Module, tokens: TokenBatch, longest: int | None = None, num_prefix: int = 0
+) -> int | None:
+    """The length to pad texts to: on a GPU in half precision a multiple of 8, else None for that of the longest text.
+
+    Attention with a mask is fastest at such lengths. `longest` is the maximum length that the backbone's positions
+    allow; `num_prefix` tokens before each text count in the multiple.
+    """
+    if not _in_half_precision(plain_backbone(backbone)):
+        return None
+    length = int(tokens.lengths_N.max())
+    rounded = length + -(length + num_prefix) % _MULTIPLE
+    return rounded if longest is None else max(length, min(rounded, longest))
+
+
+def _in_half_precision(plain: PreTrainedModel) -> bool:
+    """Whether matrix products of a model on a GPU are in half precision now."""
+    return torch.is_autocast_enabled("cuda") or plain.dtype in _HALF
 
 
 def has_window(backbone: nn.Module) -> bool:

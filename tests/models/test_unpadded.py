@@ -212,6 +212,20 @@ def test_compiled_layers_support_unpadded_texts(name, monkeypatch):
     assert num_graphs[1:] == num_graphs[1:2] * 3
 
 
+@pytest.mark.parametrize(
+    ("dtype", "longest", "num_prefix", "expected"),
+    [
+        (torch.bfloat16, None, 0, 16),
+        (torch.bfloat16, None, 5, 19),
+        (torch.bfloat16, 14, 0, 14),
+        (torch.bfloat16, 10, 0, 12),
+        (torch.float32, None, 0, None),
+    ],
+)
+def test_half_precision_pads_to_a_multiple_of_8_within_the_positions(dtype, longest, num_prefix, expected):
+    assert unpadded.padded_length(tiny_bert().to(dtype), texts(), longest, num_prefix) == expected
+
+
 def test_windows_after_a_context_are_refused_and_padded_by_auto():
     embedder = tiny_contextual("modernbert")
     with pytest.raises(OptionError, match=r"backbone\.unpadded is not supported: layers with a window"):
