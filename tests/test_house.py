@@ -72,8 +72,8 @@ DISTRIBUTIONS = {
     "Stemmer": "pystemmer",
     "sentence_transformers": "sentence-transformers",
 }
-# torch with CUDA installs triton.
-NOT_REQUIRED = {"triton"}
+# torch with CUDA installs triton; megablocks conflicts with our torch (see pyproject.toml).
+NOT_REQUIRED = {"triton", "megablocks"}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -1,12 +1,16 @@
 """Experts and routers compared with loop references: outputs, gradients, precision and back ends."""
 
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from embeddings.common import OptionError
+from embeddings.models import set_expert_backend
 from embeddings.models.moe.experts import Experts, Router, grouped_experts, loop_experts, shared_casts
 from embeddings.models.moe.rotary_moe import MoeMlp
 from tests.models.moe import EXPERTS, HIDDEN, make_experts, make_router, random_tokens, routing_of, written_out
@@ -261,3 +265,38 @@ def test_noise_is_added_only_in_training_and_probabilities_are_float32():
 def test_invalid_routing_options_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         Router(HIDDEN, **options)
+
+
+def test_a_megablocks_that_is_missing_is_refused(monkeypatch):
+    monkeypatch.delitem(sys.modules, "megablocks", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(OptionError, match=r"No module named 'megablocks': its newest release.* got 'megablocks'"):
+        set_expert_backend(make_experts(), "megablocks")
+
+
+def install(monkeypatch, available):
+    """Replace megablocks' grouped product by a loop with its requirements: contiguous matrices and int64 sizes."""
+
+    def gmm(a, b, batch_sizes, trans_b=False):
+        assert b.is_contiguous()
+        assert batch_sizes.dtype == torch.int64
+        parts = a.split(batch_sizes.tolist())
+        return torch.cat([part @ (matrix.T if trans_b else matrix) for part, matrix in zip(parts, b, strict=True)])
+
+    util = SimpleNamespace(ops=SimpleNamespace(gmm=gmm), grouped_gemm_is_available=lambda: available)
+    for name in ("megablocks", "megablocks.grouped_gemm_util"):
+        monkeypatch.setitem(sys.modules, name, util)
+
+
+def test_the_grouped_product_of_megablocks_has_the_same_output(monkeypatch):
+    install(monkeypatch, available=False)
+    with pytest.raises(OptionError, match="lacks its grouped product"):
+        set_expert_backend(make_experts(), "megablocks")
+    install(monkeypatch, available=True)
+    experts, tokens = make_experts().bfloat16(), random_tokens(40, torch.bfloat16)
+    routing = make_router()(tokens.float())
+    expected = experts(tokens, routing)
+    set_expert_backend(experts, "megablocks")
+    torch.testing.assert_close(experts(tokens, routing), expected)
+    with pytest.raises(OptionError, match="supports only bfloat16, got 'megablocks in torch"):
+        experts.float()(tokens.float(), routing)

@@ -77,6 +77,8 @@ class Router(nn.Module):
 
 
 Activation = Callable[[Tensor], Tensor]
+# The product of each expert's rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertWeights(NamedTuple):
@@ -220,23 +222,25 @@ def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
     return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
 
 
-def _mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
+def grouped_mlps(
+    row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct = _grouped_mm
+) -> Tensor:
     """Each expert's MLP over its contiguous rows, (P, H); `count_X` are the numbers of rows."""
     end_X = count_X.cumsum(0).to(torch.int32)
-    inner_PF = _grouped_mm(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
+    inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
     if weights.bias_XF is not None:
         # Added by a matrix product, whose gradient is deterministic: it has no atomic additions.
         row_P1 = torch.arange(len(row_PH), device=end_X.device)[:, None]
         is_expert_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
         inner_PF = torch.addmm(inner_PF, is_expert_PX.to(inner_PF.dtype), weights.bias_XF)
-    return _grouped_mm(weights.activation(inner_PF), weights.w2_XFH, end_X)
+    return product(weights.activation(inner_PF), weights.w2_XFH, end_X)
 
 
 def sorted_experts(
     token_TH: Tensor,
     routing: Routing,
     weights: ExpertWeights,
-    mlps: Callable[[Tensor, Tensor, ExpertWeights], Tensor] = _mlps,
+    mlps: Callable[[Tensor, Tensor, ExpertWeights], Tensor] = grouped_mlps,
 ) -> Tensor:
     """The sum of `loop_experts`, (T, H), over tokens sorted by expert.
 

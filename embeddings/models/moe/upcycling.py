@@ -1,11 +1,13 @@
 """Conversion of encoders to rotary positions, upcycling of their MLPs into experts, and metrics of the routing."""
 
+import importlib
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +23,16 @@ from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_backbone, quiet_transformers
 from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
 from embeddings.models.model_files import resolve_model
-from embeddings.models.moe.experts import Experts, grouped_experts, loop_experts
+from embeddings.models.moe.experts import (
+    Backend,
+    Experts,
+    ExpertWeights,
+    Routing,
+    grouped_experts,
+    grouped_mlps,
+    loop_experts,
+    sorted_experts,
+)
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel, RotaryMoeOutput
 from embeddings.models.pooling import plain_backbone
 
@@ -229,17 +240,49 @@ def relative_entropy(amount_YX: Tensor) -> Tensor:
     return entropy_Y / maximum if maximum else torch.ones_like(entropy_Y)
 
 
-BackendName = Literal["grouped_mm", "loop"]
+BackendName = Literal["grouped_mm", "loop", "megablocks"]
 
 
 def set_expert_backend(model: nn.Module, name: BackendName) -> None:
     """Set how all experts of a model are computed.
 
-    `grouped_mm` is torch's grouped product over tokens sorted by expert; `loop`, a loop over experts, the reference.
+    `grouped_mm` is torch's grouped product over tokens sorted by expert; `loop`, a loop over experts, the reference;
+    `megablocks`, the grouped product of that library, only for bfloat16 on CUDA.
     """
+    known: dict[str, Backend] = {"grouped_mm": grouped_experts, "loop": loop_experts}
+    backend = known[name] if name in known else MegablocksExperts()
     for module in model.modules():
         if isinstance(module, Experts):
-            module.backend = grouped_experts if name == "grouped_mm" else loop_experts
+            module.backend = backend
+
+
+class MegablocksExperts:
+    """The experts' sum with megablocks' grouped product, tested only with a replacement of that product."""
+
+    def __init__(self) -> None:
+        try:
+            util = importlib.import_module("megablocks.grouped_gemm_util")
+        except ModuleNotFoundError as error:
+            pin = "its newest release, 0.10.0, requires torch<2.7.1, and this library torch>=2.11"
+            rule = f"must be grouped_mm or loop here ({error}: {pin})"
+            raise OptionError("expert_backend", "megablocks", rule, "leave it out for grouped_mm") from error
+        if not util.grouped_gemm_is_available():
+            raise OptionError("expert_backend", "megablocks", "lacks its grouped product", "install grouped_gemm too")
+        self._gmm: Any = util.ops.gmm
+
+    def __call__(self, token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+        if token_TH.dtype != torch.bfloat16:
+            rule, fix = "supports only bfloat16", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
+            raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)
+        return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
+
+    def _product(self, row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
+        # megablocks needs each expert's number of rows on the CPU, and contiguous matrices.
+        size_X = end_X.diff(prepend=end_X.new_zeros(1)).to("cpu", torch.int64)
+        is_transposed = not matrix_XIO.is_contiguous()
+        matrix = matrix_XIO.transpose(1, 2) if is_transposed else matrix_XIO
+        product_PO: Tensor = self._gmm(row_PI, matrix, size_X, trans_b=is_transposed)
+        return product_PO
 
 
 KINDS = ("xlm-roberta", "roberta", "bert")
