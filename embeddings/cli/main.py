@@ -14,6 +14,7 @@ from embeddings.cli.parser import CONFIGS, OneLineParser
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.process import (
+    check_variables,
     handle_preemption,
     ignore_stop_signals,
     limit_kernel_cache,
@@ -145,6 +146,7 @@ def dispatch(argv: list[str]) -> None:
         got = f"got {argv[1]!r}" if argv[1:] else "got nothing"
         raise ConfigError(f"{name}: the next word must be {' or '.join(subcommands)}, {got}; {name} --help lists them")
     elif name in TRAINER_COMMANDS:
+        check_variables()
         with handle_preemption():
             # Lightning is imported only by the commands that train.
             target = "plan:plan" if name == "plan" else "plan:check_run" if "--check" in argv else "fit:run_trainer"

@@ -132,6 +132,9 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if folder is not None and revision is not None:
         raise OptionError("revision", revision, f"cannot apply to {name}, which is not a Hub id", "leave it out")
     if folder is not None:
+        # Libraries would wait for the writer of a pipe.
+        for file in (*folder.glob("*"), *folder.glob("*/*")):
+            check_regular(file)
         check_settings(folder)
         return folder
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

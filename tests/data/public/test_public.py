@@ -8,7 +8,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from embeddings.cli.configs import read_recipes
+from embeddings.cli.parser import read_recipes
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import atomic_path, file_sha256
 from embeddings.data import SourceConfig
