@@ -150,7 +150,6 @@ def import_checkpoint(
     revision: str | None = None,
     base: list[str] | str | None = None,
     known_as: str | None = None,
-    assume: dict[str, int | float] | None = None,
 ) -> None:
     """Write the model directory of a published checkpoint, without running its code.
 
@@ -166,10 +165,9 @@ def import_checkpoint(
         base: The models that an adapter was trained on, if its files do not say: directories or Hub ids, decoder last.
         known_as: The published name of a renamed model whose card defines settings that are in no file:
             `nomic-embed-text-v1.5` or `nomic-embed-text-v2-moe`.
-        assume: Numbers that no file states, under the names that this command prints: `--assume.num_attention_heads 8`.
     """
     bases = [base] if isinstance(base, str) else base or ()
-    made = import_released(source, output, revision, bases, known_as, assume)
+    made = import_released(source, output, revision, bases, known_as)
     left = made.report.left
     names = f" ({', '.join(left[:4])}{', …' if len(left) > 4 else ''})" if left else ""
     unused = f", {len(left) or 'none'} unused{names}"
@@ -177,7 +175,7 @@ def import_checkpoint(
     print(f"wrote {output} from {made.family}: used {len(made.report.used)} tensors, none missing{unused}{used_as}")
     if made.assumed:
         numbers = ", ".join(f"{name} {value:g}" for name, value in made.assumed.items())
-        print(f"assumed, since no file states it: {numbers}; --assume.NAME changes a number")
+        print(f"assumed, since no file states it: {numbers}")
 
 
 def convert(

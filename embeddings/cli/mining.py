@@ -49,7 +49,6 @@ from embeddings.mining.faiss_library import load_faiss
 from embeddings.mining.negatives import TextQrels
 from embeddings.synthesis import (
     METHODS,
-    Budget,
     ChatClient,
     Limits,
     Plan,
@@ -335,7 +334,6 @@ def synthesize(
     prompts: PromptOptions,
     sampling: Sampling,
     limits: Limits,
-    budget: Budget,
 ) -> None:
     """Generate training records with a language model; to resume, run the same command again: no answer is paid twice.
 
@@ -365,9 +363,9 @@ def synthesize(
     encoder = None if judge is None else load_encoder(judge)
     client = ChatClient(endpoint, sampling, limits)
     if source is None:
-        report = generate.synthesize(output, plan, templates, client, budget=budget)
+        report = generate.synthesize(output, plan, templates, client)
     else:
-        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, budget=budget)
+        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed)
     print(synthesis_table(report, output))
     if encoder is not None:
         print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
@@ -380,23 +378,22 @@ def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
     rows += [(f"  level {level}", f"{mean:.3f}") for level, mean in enumerate(check.levels, start=1)]
     lines = [f"mean cosine with the query by {judge}, {check.num_records} records:", format_table(rows)]
     lines.append(f"similarity decreases from level to level in {check.falling_fraction:.0%} of the records")
-    return "\n".join(lines if check.is_falling else [*lines, "the means do not decrease from level to level"])
+    if list(check.levels) != sorted(set(check.levels), reverse=True):
+        lines.append("the means do not decrease from level to level")
+    return "\n".join(lines)
 
 
 def synthesis_table(report: SynthesisReport, output: Path) -> str:
-    """The numbers of answers, records, rejections and tokens, and the cost, as text."""
+    """The numbers of answers, records, rejections and tokens, as text."""
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
-    for group, counts in (("rejected", report.rejected), ("repaired", report.repaired)):
-        lines += [f"  {group}: {what.replace('_', ' ')}  {count}" for what, count in counts.items()]
+    lines += [f"  rejected: {what.replace('_', ' ')}  {count}" for what, count in report.rejected.items()]
     if report.retries:
         lines.append(f"{report.retries} failed requests were retried")
     if report.num_given_up:
         lines.append(f"{report.num_given_up} records have no usable answer")
     tokens = report.prompt_tokens + report.completion_tokens
     lines.append(f"{tokens} tokens: {report.prompt_tokens} of prompts, {report.completion_tokens} of answers")
-    if report.cost is not None:
-        lines.append(f"cost {report.cost:.2f}")
     if not report.complete:
         lines.append(f"the token budget is used up, {report.num_unasked} records were not requested;")
         lines.append("to resume, run the same command with a larger token_budget")

@@ -29,24 +29,18 @@ _OPSET = 18
 _MAX_BYTES = 2**31 - 2**24
 # (texts, tokens) of the batches on which graph and torch are compared; none has the shape of the traced batch.
 CHECKED_SHAPES = ((1, 1), (2, 5), (5, 33))
-# Maximum tokens of a compared text: the memory of attention grows with the square of the length.
+# Tokens of the longest compared text: the memory of attention grows with the square of the length.
 _MAX_LENGTH = 4098
 
 
 class Comparison(NamedTuple):
-    """The largest difference of a graph's and torch's states, and the longest compared text, in tokens.
-
-    Above the lengths in `beyond`, too long to be compared, the model's computation changes.
-    """
+    """The largest difference of a graph's and torch's states, and the longest compared text, in tokens."""
 
     difference: float
     longest: int
-    beyond: tuple[int, ...]
 
     def __str__(self) -> str:
-        words = f"within {self.difference:.0e} of torch's states on texts of up to {self.longest:,} tokens"
-        lengths = " and ".join(f"{length:,}" for length in self.beyond)
-        return words + (f"; not compared above {lengths} tokens, where the computation changes" if lengths else "")
+        return f"within {self.difference:.0e} of torch's states on texts of up to {self.longest:,} tokens"
 
 
 def check_onnx(embedder: Embedder) -> None:
@@ -128,8 +122,7 @@ def _compare(model: PreTrainedModel, path: Path) -> Comparison:
         is_text = inputs[1].numpy().astype(bool)
         # `np.maximum` propagates NaN.
         largest = float(np.maximum(largest, np.abs(states - expected)[is_text].max()))
-    beyond = tuple(length for length in limits if length + 2 > _MAX_LENGTH)
-    return Comparison(largest, max(length for _, length in shapes), beyond)
+    return Comparison(largest, max(length for _, length in shapes))
 
 
 def _length_limits(config: PretrainedConfig) -> list[int]:
@@ -154,7 +147,7 @@ def example_inputs(config: PretrainedConfig, num_texts: int, length: int) -> tup
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the exporter's logs and warnings, and onnxruntime's suggestion to preprocess the model."""
+    """Suppress the exporter's logs and warnings."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -172,8 +165,7 @@ INT8_GRAPH_FILE = GRAPH_FILE.with_name("model_qint8_avx512_vnni.onnx")
 def write_int8_onnx(folder: Path) -> float:
     """Write an int8 version of a model directory's graph; returns the minimum cosine of a text's mean states in both.
 
-    Each layer's input has one scale, which onnxruntime computes in every call, so a text's vector depends slightly on
-    the other texts of its batch.
+    onnxruntime computes each layer's scale in every call, so a text's vector depends slightly on its batch.
     """
     quantization = require("onnxruntime.quantization", "onnx")
     with atomic_path(folder / INT8_GRAPH_FILE) as temporary:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_rows
 from embeddings.losses.info_nce import InfoNCE, comparable, row_tiles, scores_at_once
-from embeddings.losses.surrogates import missing_teacher_error, surrogate_vectors
+from embeddings.losses.surrogates import surrogate_vectors
 
 
 class Distillation(InfoNCE):
@@ -24,13 +24,9 @@ class Distillation(InfoNCE):
     Args:
         alpha: Weight of the teacher's term, > 0.
         contrastive_weight: Weight w of InfoNCE, >= 0; 0 trains on the teacher's term alone.
-        teacher: Model directory or Hub id of the teacher; its width and tokenizer may differ from the student's. It
-            runs in each step without gradients, with its own prompts and maximum lengths. None to use the vectors or
-            scores in the data.
+        teacher: Model directory or Hub id of the teacher, with its own tokenizer, prompts and maximum lengths. It runs
+            in each step without gradients. None to use the vectors or scores in the data.
         options: Options of `InfoNCE`.
-
-    Raises:
-        OptionError: If a weight or an option of `InfoNCE` is invalid.
     """
 
     has_teacher = True
@@ -46,7 +42,7 @@ class Distillation(InfoNCE):
         self.alpha, self.contrastive_weight, self.teacher = alpha, contrastive_weight, teacher
 
     def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
-        """Check that there is exactly one teacher; arguments as in `InfoNCE`."""
+        """Check that there is exactly one teacher."""
         if self.teacher is None:
             super().check_teacher(has_surrogates, has_scores)
         elif has_surrogates or (self.takes_scores and has_scores):
@@ -55,7 +51,7 @@ class Distillation(InfoNCE):
             raise OptionError("model.loss.teacher", self.teacher, rule, "leave one of them out")
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries, as in `InfoNCE`; adds the terms `contrastive` and `distillation`."""
+        """The loss of this rank's queries, with the terms `contrastive` and `distillation`."""
         contrastive, terms = super().forward(query_BD, candidate_CD, batch)
         with torch.autocast(query_BD.device.type, enabled=False):
             distillation = self.divergence(query_BD, candidate_CD, batch)
@@ -64,7 +60,7 @@ class Distillation(InfoNCE):
         return LossOutput(loss, terms)
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """The student's divergence from the teacher, mean over the queries, () float32; called outside autocast."""
+        """The mean divergence over this rank's queries, () float32; called outside autocast."""
         raise NotImplementedError
 
 
@@ -79,16 +75,10 @@ class SimilarityDistillation(Distillation):
     its positive has no teacher vector. Other candidates without one are excluded from both softmaxes.
 
     Args:
-        teacher_temperature: Temperature t_t of the teacher's scores, > 0. The lower, the sharper the teacher's
-            distribution.
+        teacher_temperature: Temperature t_t of the teacher's scores, > 0. The lower, the sharper its distribution.
         alpha: Weight of the divergence, > 0.
         options: Options of `Distillation`.
 
-    Precision: scores and softmaxes in float32 (float64 for float64 input). Tiles of rows are recomputed in the backward
-        pass, so memory grows with B + C.
-    Distributed: as `InfoNCE`; the teacher vectors of all ranks' candidates are gathered too.
-    Raises:
-        OptionError: If an option is invalid, or the batch carries no teacher vectors.
     Source: Hinton et al. 2015, arXiv:1503.02531, Eq. 1 and §2; over in-batch candidates as in RocketQAv2, Ren et al.
         2021, arXiv:2110.07367, Eq. 6. Differs: no factor t², since both temperatures are close to InfoNCE's.
     """
@@ -100,22 +90,20 @@ class SimilarityDistillation(Distillation):
         self.teacher_temperature = teacher_temperature
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """The mean divergence over this rank's queries."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
-        masking, scale = self._masking(batch), self._scale(query_BD)
-        all_CD = gather_candidates(candidate_CD, masking.candidate_counts)
-        teacher, own_CS = surrogate_vectors(batch, type(self).__name__)
-        teacher_QS = teacher.vector_QS.to(query_BD.dtype)
-        teacher_CS = gather_rows(own_CS, masking.candidate_counts).to(query_BD.dtype)
+        masks, scale = self.masks(batch), self._scale(query_BD)
+        all_CD = gather_candidates(candidate_CD, masks.candidate_counts)
+        teacher = surrogate_vectors(batch, type(self).__name__)
+        teacher_QS = teacher.query_QS.to(query_BD.dtype)
+        teacher_CS = gather_rows(teacher.candidate_CS, masks.candidate_counts).to(query_BD.dtype)
 
         def of_tile(tile_rD: Tensor, all_CD: Tensor, scale: Tensor, rows: slice) -> Tensor:
             """The sum of the divergences of one tile of rows."""
             student_rC = scale * tile_rD @ all_CD.T
             # NaN for a candidate without a teacher vector, and in the whole row of a query without one.
             teacher_rC = teacher_QS[rows] @ teacher_CS.T / self.teacher_temperature
-            masking.exclude_candidates_(teacher_rC, rows)
-            competes_rC = teacher_rC.isfinite()
-            is_known_r1 = competes_rC.gather(1, masking.positive_index_B[rows, None])
+            competes_rC = teacher_rC.isfinite() & ~masks.excluded(rows)
+            is_known_r1 = competes_rC.gather(1, masks.positive_index_B[rows, None])
             competes_rC |= ~is_known_r1
             log_teacher_rC = teacher_rC.where(is_known_r1, 0).masked_fill(~competes_rC, -torch.inf).log_softmax(1)
             log_student_rC = student_rC.masked_fill(~competes_rC, -torch.inf).log_softmax(1)
@@ -144,10 +132,6 @@ class MarginMSE(Distillation):
         alpha: Weight of the squared error, > 0.
         options: Options of `Distillation`.
 
-    Precision: float32 (float64 for float64 input).
-    Distributed: each rank uses its own candidates only; the mean over ranks is the mean over all queries.
-    Raises:
-        OptionError: If an option is invalid, or the batch carries no teacher scores.
     Source: Hofstätter et al. 2020, arXiv:2010.02666, Eq. 5.
     """
 
@@ -164,16 +148,13 @@ class MarginMSE(Distillation):
         self.score_scale = score_scale
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
-        """The mean squared error of margins over this rank's queries."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         owner_C, positive_B = batch.owner_C, batch.positive_index_B
         student_C = self.score_scale * torch.linalg.vecdot(query_BD[owner_C], candidate_CD)
         teacher_C = batch.teacher_score_C
         if teacher_C is None:
-            if batch.surrogate_query_BS is None and batch.surrogate_candidate_CS is None:
-                raise missing_teacher_error(type(self).__name__)
-            teacher, own_CS = surrogate_vectors(batch, type(self).__name__)
-            teacher_QS, teacher_CS = teacher.vector_QS.to(student_C.dtype), own_CS.to(student_C.dtype)
+            teacher = surrogate_vectors(batch, type(self).__name__)
+            teacher_QS, teacher_CS = teacher.query_QS.to(student_C.dtype), teacher.candidate_CS.to(student_C.dtype)
             teacher_C = torch.linalg.vecdot(teacher_QS[owner_C], teacher_CS)
         teacher_C = teacher_C.to(student_C.dtype)
         error_C = (student_C[positive_B][owner_C] - student_C) - (teacher_C[positive_B][owner_C] - teacher_C)

@@ -13,25 +13,19 @@ from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank, reduce_int
 from embeddings.common.protocols import KeepsArguments
 from embeddings.common.text import Similarity
-from embeddings.common.types import queues_work
-from embeddings.losses.surrogates import (
-    SurrogateFilter,
-    Surrogates,
-    missing_surrogates_error,
-    missing_teacher_error,
-    surrogate_vectors,
-)
+from embeddings.common.types import moved, queues_work
+from embeddings.losses.surrogates import SurrogateFilter, Surrogates, missing_teacher_error, surrogate_vectors
 
 # A class is encoded as one number: source * _LABELS_PER_SOURCE + label.
 _LABELS_PER_SOURCE = 2**40
-# Placeholder keys that never match the other side: for texts without a key, or if keys are not compared.
-_NO_QUERY_KEY, _NO_CANDIDATE_KEY = -1, -2
+# Classes of texts without a label, which match no class of the other side.
+_NO_QUERY_CLASS, _NO_CANDIDATE_CLASS = -1, -2
 # Matrix products of fewer rows are slow.
 _MIN_TILE_ROWS = 32
 # Default scores per tile: 8 MB on a CPU, about its cache; 256 MB on a GPU, where each tile launches kernels.
 _TILE_SIZE_OF_HOST, _TILE_SIZE_OF_DEVICE = 2**21, 2**26
-# (tile of scores, its rows) → None: sets excluded scores to minus infinity, in place.
-ExcludeInPlace = Callable[[Tensor, slice], None]
+# Rows of a tile → the scores that are excluded, (r, C) bool.
+Excluded = Callable[[slice], Tensor]
 
 
 class InfoNCE(KeepsArguments, nn.Module):
@@ -40,8 +34,7 @@ class InfoNCE(KeepsArguments, nn.Module):
     loss = mean over B of  -log( exp(s(q, d+)/t) / (exp(s(q, d+)/t) + sum over negatives exp(s(q, d)/t)) ), with s the
     similarity and t the temperature. Negatives are the query's hard negatives and, if its source allows in-batch
     negatives, the candidates of all other queries of all ranks. Candidates that may answer the query are masked (see
-    `false_negatives`). Scores are computed in tiles of whole rows. Each tile adds its share of the gradient
-    before the next tile is computed, so nothing is computed twice and memory grows with B + C.
+    `Masks`). Scores are computed in tiles of whole rows, so memory grows with B + C.
 
     Args:
         temperature: Softmax temperature t, > 0. NV-Embed states none; 0.02 is usual for similar models.
@@ -52,17 +45,13 @@ class InfoNCE(KeepsArguments, nn.Module):
         similarity: `cosine` or `dot`.
         tile_size: Scores in memory at once, at least 32 rows of them; None for 2^21 (8 MB) on a CPU, 2^26 on a GPU.
         false_negative_filter: Masks candidates to which another model, by its vectors in the batch, assigns a high
-            score; None for no filter. It needs a second matrix product and tile of the size of the scores.
+            score; None for no filter.
         mask_same_text: Whether to mask a candidate whose text is the query's or one of its known positives, or that
             is the positive of a query with the same text. NV-Embed's paper has no such mask.
         mask_same_class: Whether to mask a candidate that has the query's label in the query's source. Without it
             in-batch negatives push texts of one class apart, so NV-Embed's second stage uses none (§3.3).
 
     Precision: scores, softmax and their gradients in float32 (float64 for float64 input), with or without autocast.
-    Distributed: each rank scores its own queries; gradients cross ranks without a world-size factor (see
-        `gather_candidates`).
-    Raises:
-        OptionError: If `temperature` is not > 0 or `tile_size` is not >= 1.
     Source: van den Oord 2018, arXiv:1807.03748, Eq. 4; in-batch negatives switched per source: Lee 2024 (NV-Embed),
         arXiv:2405.17428, §3.3.
     """
@@ -93,8 +82,6 @@ class InfoNCE(KeepsArguments, nn.Module):
         if not 0 < temperature < math.inf:
             fix = "see lightning_configs/methods/nv_embed_stage1.yaml for a value that trains"
             raise OptionError("temperature", temperature, "must be > 0", fix)
-        if tile_size is not None and tile_size < 1:
-            raise OptionError("tile_size", tile_size, "must be >= 1", "leave it out for the default")
         self.in_batch_negatives = in_batch_negatives
         self.directions = directions
         self.gather_across_devices = gather_across_devices
@@ -106,44 +93,24 @@ class InfoNCE(KeepsArguments, nn.Module):
         self.temperature = temperature
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries, (B, D), against its candidates, (C, D), both float and in the batch's order.
+        """The loss of this rank's queries, (B, D), against its candidates, (C, D), in the batch's order.
 
-        Returns:
-            LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores above all
-            negatives; a tie is an error), `positive_score` (mean similarity of query and positive),
-            `no_negative_fraction` (share of queries without a negative: loss 0, accuracy 1) and `temperature` if it is
-            learned.
+        Terms: `accuracy` (share of queries whose positive scores above all negatives), `positive_score` (mean
+        similarity of query and positive), `no_negative_fraction` (share of queries without a negative) and a learned
+        `temperature`.
         """
         scores = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
         return LossOutput(scores.loss_W[0], self._terms(scores, 0))
 
-    @property
-    def needs_surrogates(self) -> bool:
-        """Whether each batch must carry vectors of another model."""
-        return (self.has_teacher and not self.takes_scores) or self.false_negative_filter is not None
-
     def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
         """Raise an `OptionError` if batches lack the vectors or scores (None: not known yet) that the loss needs."""
-        if self.needs_surrogates and not has_surrogates:
-            raise missing_surrogates_error(type(self).__name__)
-        if self.has_teacher and not has_surrogates and has_scores is False:
+        may_use_scores = self.takes_scores and has_scores is not False
+        needs_vectors = self.false_negative_filter is not None or (self.has_teacher and not may_use_scores)
+        if needs_vectors and not has_surrogates:
             raise missing_teacher_error(type(self).__name__)
 
     def check_width(self, embedding_dim: int) -> None:
-        """Check that the loss supports vectors of this width; InfoNCE supports any."""
-
-    @torch.no_grad()
-    def masked_counts(self, batch: ContrastiveBatch) -> Tensor:
-        """Numbers of this rank's in-batch negatives, (2,) float32: those that the masks remove, and all."""
-        masking = self._masking(batch)
-        query, owner_C, device = masking.query, masking.candidate.owner_C, batch.in_batch_B.device
-        counts = torch.zeros(2, device=device)
-        for rows in row_tiles(len(batch), len(owner_C), scores_at_once(self.tile_size, device)):
-            is_in_batch_rC = query.in_batch_Q[rows, None] & (owner_C != query.index_Q[rows, None])
-            score_rC = torch.zeros(is_in_batch_rC.shape, device=device)
-            masking.exclude_candidates_(score_rC, rows)
-            counts += torch.stack([(score_rC.isneginf() & is_in_batch_rC).sum(), is_in_batch_rC.sum()])
-        return counts
+        """Check that the loss supports vectors of this width."""
 
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
@@ -152,20 +119,17 @@ class InfoNCE(KeepsArguments, nn.Module):
         with torch.autocast(query_BD.device.type, enabled=False):
             query_WBD = [comparable(query_BD[:, :width], self.similarity) for width in widths]
             candidate_WCD = [comparable(candidate_CD[:, :width], self.similarity) for width in widths]
-            scale = self._scale(query_WBD[0])
-            masking = self._masking(batch)
-            all_WCD = [gather_candidates(own_CD, masking.candidate_counts) for own_CD in candidate_WCD]
+            scale, masks = self._scale(query_WBD[0]), self.masks(batch)
+            all_WCD = [gather_candidates(own_CD, masks.candidate_counts) for own_CD in candidate_WCD]
             scores = tiled_cross_entropies(
-                query_WBD, all_WCD, scale, masking.positive_index_B, masking.exclude_candidates_, self.tile_size
+                query_WBD, all_WCD, scale, masks.positive_index_B, masks.excluded, self.tile_size
             )
             if self.directions == "query_to_document":
                 return scores
-            all_WQD = [gather_candidates(own_BD, masking.query_counts) for own_BD in query_WBD]
+            all_WQD = [gather_candidates(own_BD, masks.query_counts) for own_BD in query_WBD]
             positive_WBD = [own_CD[batch.positive_index_B] for own_CD in candidate_WCD]
-            exclude_ = masking.queries_excluder(batch)
-            documents = tiled_cross_entropies(
-                positive_WBD, all_WQD, scale, masking.query.index_Q, exclude_, self.tile_size
-            )
+            excluded = masks.of_positives().excluded_queries
+            documents = tiled_cross_entropies(positive_WBD, all_WQD, scale, masks.index_B, excluded, self.tile_size)
             return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
 
     def _terms(self, scores: "WidthScores", index: int) -> dict[str, Tensor]:
@@ -182,214 +146,177 @@ class InfoNCE(KeepsArguments, nn.Module):
             return like.new_full((), 1.0 / self.temperature)
         return torch.exp(-self.log_temperature.to(like.dtype))
 
-    def _masking(self, batch: ContrastiveBatch) -> "_Masking":
+    def masks(self, batch: ContrastiveBatch) -> "Masks":
+        """The masks of this rank's queries against the candidates of all ranks."""
         gather = self.gather_across_devices and self.in_batch_negatives != "off"
         device = batch.in_batch_B.device
         query_counts = gather_counts(len(batch), device) if gather else [len(batch)]
         candidate_counts = gather_counts(len(batch.candidate), device) if gather else [len(batch.candidate)]
         rank_index = rank() if gather else 0
-        masked = self.mask_same_text, self.mask_same_class
         first = sum(query_counts[:rank_index])
         index_B = torch.arange(first, first + len(batch), device=device)
-        query = QueryKeys.of(batch, index_B, *masked)
+        in_batch_B = batch.in_batch_B
         if self.in_batch_negatives != "source":
-            query = replace(query, in_batch_Q=torch.full_like(batch.in_batch_B, self.in_batch_negatives == "on"))
-        own_candidate = CandidateKeys.of(batch, query.index_Q, *masked)
-        positive_index_B = batch.positive_index_B + sum(candidate_counts[:rank_index])
-        candidate = own_candidate.gathered(candidate_counts)
-        surrogate = None
-        if self.false_negative_filter is not None:
-            queries, own_CS = surrogate_vectors(batch, type(self).__name__)
-            surrogate = Surrogates(self.false_negative_filter, queries, own_CS, gather_rows(own_CS, candidate_counts))
-        return _Masking(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate, surrogate)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QueryKeys:
-    """The keys of queries that the masks compare, int64."""
-
-    index_Q: Tensor  # index over all ranks
-    hash_Q: Tensor  # hash of the text
-    class_Q: Tensor  # source and label in one number, negative without a label
-    in_batch_Q: Tensor  # whether candidates of other queries may be negatives, bool
-    known_positive_hash_QP: Tensor
-
-    @classmethod
-    def of(cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True) -> "QueryKeys":
-        """The keys of this rank's queries, with `index_B` over all ranks; placeholders for what is not compared."""
-        hash_B, known_BP = batch.query_hash_B, batch.known_positive_hash_BP
-        if not by_text:
-            hash_B, known_BP = (torch.full_like(keys, _NO_QUERY_KEY) for keys in (hash_B, known_BP))
-        class_B = _class(batch.source_B, batch.query_label_B, _NO_QUERY_KEY, by_class)
-        return cls(index_B, hash_B, class_B, batch.in_batch_B, known_BP)
-
-    def __getitem__(self, rows: slice | Tensor) -> "QueryKeys":
-        return QueryKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
-
-    def own(self, candidate: "CandidateKeys") -> Tensor:
-        """Candidates drawn for a query that also has in-batch negatives, (Q, C) bool."""
-        return self.in_batch_Q[:, None] & (candidate.owner_C == self.index_Q[:, None])
-
-    def gathered(self, counts: list[int]) -> "QueryKeys":
-        """The keys of all ranks' queries; P may differ between ranks."""
-        if len(counts) == 1:
-            return self
-        known_QP = self.known_positive_hash_QP
-        width = reduce_int(known_QP.shape[1], "max", known_QP.device)
-        known_QP = torch.cat([known_QP, known_QP[:, :1].expand(-1, width - known_QP.shape[1])], dim=1)
-        keys_QF = torch.stack([self.index_Q, self.hash_Q, self.class_Q, self.in_batch_Q.long()], dim=1)
-        keys_QF = gather_rows(torch.cat([keys_QF, known_QP], dim=1), counts)
-        index_Q, hash_Q, class_Q, in_batch_Q = keys_QF[:, :4].unbind(1)
-        return QueryKeys(index_Q, hash_Q, class_Q, in_batch_Q.bool(), keys_QF[:, 4:])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CandidateKeys:
-    """The keys of candidates that the masks compare, int64."""
-
-    owner_C: Tensor  # index over all ranks of the query that it was drawn for
-    hash_C: Tensor  # hash of the text
-    class_C: Tensor  # source and label in one number, negative without a label
-    answers_C: Tensor  # hash of the text of the query whose positive it is; a hard negative's own hash
-
-    @classmethod
-    def of(
-        cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True
-    ) -> "CandidateKeys":
-        """The keys of this rank's candidates, as in `QueryKeys.of`."""
+            in_batch_B = torch.full_like(in_batch_B, self.in_batch_negatives == "on")
         hash_C = batch.candidate_hash_C
         answers_C = hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
-        if not by_text:
-            hash_C, answers_C = (torch.full_like(keys, _NO_CANDIDATE_KEY) for keys in (hash_C, answers_C))
-        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _NO_CANDIDATE_KEY, by_class)
-        return cls(index_B[batch.owner_C], hash_C, class_C, answers_C)
+        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _NO_CANDIDATE_CLASS)
+        keys_CF = torch.stack([index_B[batch.owner_C], hash_C, class_C, answers_C], dim=1)
+        owner_C, hash_C, class_C, answers_C = (
+            key_C.contiguous() for key_C in gather_rows(keys_CF, candidate_counts).unbind(1)
+        )
+        surrogates = None
+        if self.false_negative_filter is not None:
+            own = surrogate_vectors(batch, type(self).__name__)
+            surrogates = own._replace(candidate_CS=gather_rows(own.candidate_CS, candidate_counts))
+        return Masks(
+            query_counts=query_counts,
+            candidate_counts=candidate_counts,
+            positive_index_B=batch.positive_index_B + sum(candidate_counts[:rank_index]),
+            index_B=index_B,
+            in_batch_B=in_batch_B,
+            text_BK=torch.cat([batch.query_hash_B[:, None], batch.known_positive_hash_BP], dim=1),
+            class_B=_class(batch.source_B, batch.query_label_B, _NO_QUERY_CLASS),
+            owner_C=owner_C,
+            text_C=hash_C,
+            answers_C=answers_C,
+            class_C=class_C,
+            by_text=self.mask_same_text,
+            by_class=self.mask_same_class,
+            rule=self.false_negative_filter,
+            surrogates=surrogates,
+        )
 
-    def __getitem__(self, rows: slice | Tensor) -> "CandidateKeys":
-        return CandidateKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
-    def gathered(self, counts: list[int]) -> "CandidateKeys":
-        """The keys of all ranks' candidates."""
-        keys_CF = torch.stack([getattr(self, name) for name in self.__dataclass_fields__], dim=1)
-        return CandidateKeys(*(column_C.contiguous() for column_C in gather_rows(keys_CF, counts).unbind(1)))
+class MatryoshkaInfoNCE(InfoNCE):
+    """The weighted mean of InfoNCE over several widths, so that truncated vectors are useful embeddings too.
 
+    loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. The cosine normalises truncated vectors.
 
-def false_negatives(query: QueryKeys, candidate: CandidateKeys) -> Tensor:
-    """Candidates that may answer a query and so must not be its negatives, (Q, C) bool.
+    Args:
+        widths: Distinct widths m, each from 1 to D. The largest must equal the model's D: dimensions beyond it would
+            not be trained.
+        weights: Weight w_m of each width, > 0; None for equal weights.
+        options: Options of `InfoNCE`.
 
-    A candidate is a false negative if its text is the query's or one of the query's known positives, if it is the
-    positive of a query with the same text, or if both have the same label in the same source. The rule also selects the
-    query's own positive, which the caller restores.
+    Source: Kusupati et al. 2022, arXiv:2205.13147, Eq. 1; truncation before normalisation, with 768 and 256: Nussbaum
+        and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.5. Differs: the mean instead of the sum, so that the
+        learning rate does not depend on the number of widths.
     """
-    is_false_QC = candidate.hash_C == query.hash_Q[:, None]
-    is_false_QC |= candidate.answers_C == query.hash_Q[:, None]
-    is_false_QC |= candidate.class_C == query.class_Q[:, None]
-    for known_Q in query.known_positive_hash_QP.unbind(1):
-        is_false_QC |= candidate.hash_C == known_Q[:, None]
-    return is_false_QC
 
+    def __init__(
+        self, widths: Sequence[int] = (768, 256), weights: Sequence[float] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if not widths or min(widths) < 1 or len(set(widths)) < len(widths):
+            raise OptionError("widths", list(widths), "must be distinct and >= 1", "768 and 256 are usual")
+        weights = [1.0] * len(widths) if weights is None else list(weights)
+        if len(weights) != len(widths) or not all(0 < weight < math.inf for weight in weights):
+            rule = f"must be {len(widths)} finite numbers > 0, one for each width"
+            raise OptionError("weights", weights, rule, "leave them out for equal weights")
+        self.widths = tuple(widths)
+        self.weights = tuple(weight / sum(weights) for weight in weights)
 
-def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> None:
-    """Set the scores (Q, C) of candidates that are neither a negative nor the own positive to -inf, in place.
+    def check_width(self, embedding_dim: int) -> None:
+        if max(self.widths) != embedding_dim:
+            rule, fix = "must have the width of the model's vectors as largest", f"add {embedding_dim}"
+            raise OptionError("widths", list(self.widths), rule, fix)
 
-    On a CPU only the candidates that share a key with one of these queries are compared with them. A GPU compares all:
-    selecting them first would synchronise with the host.
-    """
-    suspect_S = None
-    if not queues_work(score_QC.device):
-        keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
-        is_suspect_C = torch.isin(candidate.hash_C, keys) | torch.isin(candidate.answers_C, query.hash_Q)
-        is_suspect_C |= torch.isin(candidate.class_C, query.class_Q)
-        suspect_S = is_suspect_C.nonzero().squeeze(1)
-    is_false_QS = false_negatives(query, candidate if suspect_S is None else candidate[suspect_S])
-    _fill_(score_QC, positive_index_Q, suspect_S, is_false_QS, ~query.in_batch_Q, query.index_Q, candidate.owner_C)
-
-
-def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKeys, own_index_C: Tensor) -> None:
-    """The same for documents contrasted with queries, scores (C, Q); `own_index_C` is each document's own query.
-
-    A query that a document may answer is not a negative of it. A document has no negatives if the source of its own
-    query does not allow in-batch negatives.
-    """
-    suspect_S = None
-    if not queues_work(score_CQ.device):
-        is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
-        is_suspect_Q |= torch.isin(query.known_positive_hash_QP, candidate.hash_C).any(1)
-        is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
-        suspect_S = is_suspect_Q.nonzero().squeeze(1)
-    is_false_CS = false_negatives(query if suspect_S is None else query[suspect_S], candidate).T
-    is_restricted_C = ~query.in_batch_Q[own_index_C]
-    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, is_restricted_C, candidate.owner_C, query.index_Q)
-
-
-def _fill_(
-    score_RC: Tensor,
-    own_R: Tensor,
-    suspect_S: Tensor | None,
-    is_false_RS: Tensor,
-    is_restricted_R: Tensor,
-    query_R: Tensor,
-    query_C: Tensor,
-) -> None:
-    """Set the scores of false negatives, and of other queries' columns in restricted rows, to -inf.
-
-    Each row's own column `own_R` keeps its score. Restricted rows have no in-batch negatives. `is_false_RS` is about
-    the columns `suspect_S`; if that is None, about all C columns, and no tensor's size depends on values.
-    """
-    if suspect_S is None:
-        is_excluded_RC = is_false_RS | (is_restricted_R[:, None] & (query_C != query_R[:, None]))
-        score_RC.masked_fill_(is_excluded_RC.scatter_(1, own_R[:, None], False), -torch.inf)
-        return
-    own_score_R1 = score_RC.gather(1, own_R[:, None])
-    if suspect_S.numel():
-        score_RS = score_RC[:, suspect_S].masked_fill_(is_false_RS, -torch.inf)
-        score_RC.index_copy_(1, suspect_S, score_RS)
-    restricted_R = is_restricted_R.nonzero().squeeze(1)
-    if restricted_R.numel():
-        is_foreign_RC = query_C != query_R[restricted_R, None]
-        score_RC[restricted_R] = score_RC[restricted_R].masked_fill_(is_foreign_RC, -torch.inf)
-    score_RC.scatter_(1, own_R[:, None], own_score_R1)
-
-
-def _class(source_N: Tensor, label_N: Tensor, no_key: int, compared: bool) -> Tensor:
-    return torch.where((label_N >= 0) & compared, source_N * _LABELS_PER_SOURCE + label_N, no_key)
+    def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
+        """As in `InfoNCE`, with the terms `loss_m` and `accuracy_m` of each width m; the rest at the largest."""
+        self.check_width(query_BD.shape[1])
+        scores = self.at_widths(query_BD, candidate_CD, batch, self.widths)
+        terms = self._terms(scores, self.widths.index(max(self.widths)))
+        for index, width in enumerate(self.widths):
+            terms[f"loss_{width}"] = scores.loss_W.detach()[index]
+            terms[f"accuracy_{width}"] = scores.accuracy_W[index]
+        with torch.autocast(query_BD.device.type, enabled=False):
+            weight_W = torch.tensor(self.weights, dtype=scores.loss_W.dtype)
+            return LossOutput(scores.loss_W @ moved(weight_W, scores.loss_W.device), terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Masking:
-    """Keys and vectors that the masks of a batch compare; counts are per rank."""
+class Masks:
+    """Which candidates of all ranks are no negatives of this rank's queries.
 
-    query_counts: list[int]
+    A candidate is a false negative if its text is the query's or one of the query's known positives, if it is the
+    positive of a query with the same text, if both have the same label in the same source, or by the surrogate filter.
+    """
+
+    query_counts: list[int]  # of each rank
     candidate_counts: list[int]
-    positive_index_B: Tensor
-    query: QueryKeys
-    own_candidate: CandidateKeys
-    candidate: CandidateKeys
-    surrogate: Surrogates | None
+    positive_index_B: Tensor  # column of each query's positive
+    index_B: Tensor  # index of each query over all ranks
+    in_batch_B: Tensor  # whether candidates of other queries may be negatives, bool
+    text_BK: Tensor  # hashes of the query's text and of its known positives
+    class_B: Tensor  # source and label in one number, negative without a label
+    owner_C: Tensor  # index over all ranks of the query that a candidate was drawn for
+    text_C: Tensor  # hash of the candidate's text
+    answers_C: Tensor  # hash of the text of the query whose positive it is; a hard negative's own hash
+    class_C: Tensor
+    by_text: bool
+    by_class: bool
+    rule: SurrogateFilter | None
+    surrogates: Surrogates | None
 
-    def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
-        """Set the scores of candidates that may answer these queries to minus infinity."""
-        query, positive_index_r = self.query[rows], self.positive_index_B[rows]
-        exclude_candidates_(score_rC, query, self.candidate, positive_index_r)
-        if self.surrogate is not None:
-            vectors, own_rC = self.surrogate.query.rows(rows), query.own(self.candidate)
-            is_false_rC = self.surrogate.rule.false_negatives(vectors, self.surrogate.candidate_CS, own_rC)
-            score_rC.masked_fill_(is_false_rC.scatter_(1, positive_index_r[:, None], False), -torch.inf)
+    def excluded(self, rows: slice) -> Tensor:
+        """Candidates that are neither a negative nor the own positive of these queries, (r, C) bool."""
+        is_foreign_rC = self.owner_C != self.index_B[rows, None]
+        is_excluded_rC = self.false_negatives(rows) | (is_foreign_rC & ~self.in_batch_B[rows, None])
+        return is_excluded_rC.scatter_(1, self.positive_index_B[rows, None], False)
 
-    def queries_excluder(self, batch: ContrastiveBatch) -> ExcludeInPlace:
-        """The same exclusion for tiles of positives against the queries of all ranks."""
-        all_queries, positive = self.query.gathered(self.query_counts), self.own_candidate[batch.positive_index_B]
-        own_index_B, surrogate = self.query.index_Q, self.surrogate
-        all_surrogates = None if surrogate is None else surrogate.query.gathered(self.query_counts)
+    def false_negatives(self, rows: slice, columns: slice = slice(None)) -> Tensor:
+        """Candidates that may answer these queries, (r, c) bool; the own positive may be among them."""
+        text_rK, text_c = self.text_BK[rows], self.text_C[columns]
+        is_false_rc = torch.zeros(len(text_rK), len(text_c), dtype=torch.bool, device=text_c.device)
+        if self.by_text:
+            is_false_rc |= self.answers_C[columns] == text_rK[:, :1]
+            for text_r in text_rK.unbind(1):
+                is_false_rc |= text_c == text_r[:, None]
+        if self.by_class:
+            is_false_rc |= self.class_C[columns] == self.class_B[rows, None]
+        if self.rule is not None and self.surrogates is not None:
+            is_own_rc = self.in_batch_B[rows, None] & (self.owner_C[columns] == self.index_B[rows, None])
+            is_false_rc |= self.rule.false_negatives(self.surrogates, rows, columns, is_own_rc)
+        return is_false_rc
 
-        def exclude_(score_rQ: Tensor, rows: slice) -> None:
-            exclude_queries_(score_rQ, positive[rows], all_queries, own_index_B[rows])
-            if surrogate is not None and all_surrogates is not None:
-                vector_rS = surrogate.own_candidate_CS[batch.positive_index_B[rows]]
-                own_Qr = all_queries.own(positive[rows])
-                is_false_rQ = surrogate.rule.false_negatives(all_surrogates, vector_rS, own_Qr).T.contiguous()
-                score_rQ.masked_fill_(is_false_rQ.scatter_(1, own_index_B[rows, None], False), -torch.inf)
+    def of_positives(self) -> "Masks":
+        """The masks of all ranks' queries against this rank's positives."""
+        width = self.text_BK.shape[1]
+        if len(self.query_counts) > 1:
+            width = reduce_int(width, "max", self.text_BK.device)
+        text_BK = torch.cat([self.text_BK, self.text_BK[:, :1].expand(-1, width - self.text_BK.shape[1])], dim=1)
+        keys_BF = torch.stack([self.index_B, self.class_B, self.in_batch_B.long()], dim=1)
+        keys_QF = gather_rows(torch.cat([keys_BF, text_BK], dim=1), self.query_counts)
+        own_B, surrogates = self.positive_index_B, self.surrogates
+        if surrogates is not None:
+            query_QS, own_score_Q = (gather_rows(each, self.query_counts) for each in surrogates[:2])
+            surrogates = Surrogates(query_QS, own_score_Q, surrogates.candidate_CS[own_B])
+        return replace(
+            self,
+            index_B=keys_QF[:, 0],
+            class_B=keys_QF[:, 1],
+            in_batch_B=keys_QF[:, 2].bool(),
+            text_BK=keys_QF[:, 3:],
+            owner_C=self.owner_C[own_B],
+            text_C=self.text_C[own_B],
+            answers_C=self.answers_C[own_B],
+            class_C=self.class_C[own_B],
+            surrogates=surrogates,
+        )
 
-        return exclude_
+    def excluded_queries(self, rows: slice) -> Tensor:
+        """Queries that are neither a negative nor the own query of these documents, (r, Q) bool.
+
+        A document has no negatives if the source of its own query does not allow in-batch negatives.
+        """
+        own_r = self.owner_C[rows]
+        is_excluded_rQ = self.false_negatives(slice(None), rows).T | ~self.in_batch_B[own_r, None]
+        return is_excluded_rQ.scatter(1, own_r[:, None], False)
+
+
+def _class(source_N: Tensor, label_N: Tensor, no_class: int) -> Tensor:
+    return torch.where(label_N >= 0, source_N * _LABELS_PER_SOURCE + label_N, no_class)
 
 
 def working_dtype(vector_ND: Tensor) -> torch.dtype:
@@ -398,10 +325,7 @@ def working_dtype(vector_ND: Tensor) -> torch.dtype:
 
 
 def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
-    """Vectors (N, D) whose inner products are the similarities: of unit norm for `cosine`, unchanged for `dot`.
-
-    A zero vector stays zero. The result is float32 (float64 for float64 input), with or without autocast.
-    """
+    """Vectors (N, D) whose inner products are the similarities, in float32 (float64 for float64 input)."""
     vector_ND = vector_ND.to(working_dtype(vector_ND))
     if similarity == "dot":
         return vector_ND
@@ -410,16 +334,7 @@ def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
 
 
 def similarity_matrix(query_BD: Tensor, candidate_CD: Tensor, similarity: Similarity = "cosine") -> Tensor:
-    """The full matrix of similarities of queries and candidates, for small sets (evaluation, tests).
-
-    Args:
-        query_BD: (B, D) float.
-        candidate_CD: (C, D) float.
-        similarity: `cosine` or `dot`.
-
-    Returns:
-        score_BC: (B, C) float32 (float64 for float64 input).
-    """
+    """The similarities of queries (B, D) and candidates (C, D), (B, C) float32, or float64 for float64 input."""
     with torch.autocast(query_BD.device.type, enabled=False):
         return comparable(query_BD, similarity) @ comparable(candidate_CD, similarity).T
 
@@ -438,14 +353,12 @@ class _UnitNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_ND: Tensor) -> Tensor:
-        """(g - (g . u) u) / |v|: the gradient along the vector is removed."""
         unit_ND, inverse_N1 = ctx.saved_tensors
         along_N1 = torch.linalg.vecdot(gradient_ND, unit_ND)[:, None]
         return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)
 
 
 def scores_at_once(tile_size: int | None, device: torch.device | str) -> int:
-    """Scores per tile: `tile_size` or, if it is None, 2^21 on a CPU and 2^26 on other devices."""
     if tile_size is not None:
         return tile_size
     return _TILE_SIZE_OF_DEVICE if queues_work(device) else _TILE_SIZE_OF_HOST
@@ -465,29 +378,27 @@ def tiled_cross_entropies(
     column_WCD: Sequence[Tensor],
     scale: Tensor,
     target_R: Tensor,
-    exclude_: ExcludeInPlace | None = None,
+    excluded: Excluded | None = None,
     tile_size: int | None = None,
 ) -> WidthScores:
     """The mean cross-entropies of scaled inner products at W widths, computed in tiles of whole rows.
 
     loss = mean over R of  -log softmax(scale * row @ column^T)[target]. Each tile adds its share of the gradient before
-    it is freed, in three matrix products, as many as without tiles. The widths share targets and exclusions.
+    it is freed. The widths share targets and exclusions. Call it outside autocast.
 
     Args:
         row_WRD: (R, D) float32 or float64 for each width.
         column_WCD: (C, D) for each width, same dtype.
         scale: Factor of all products, (), same dtype; may require a gradient.
         target_R: Column of each row's target, (R,) int64.
-        exclude_: Sets scores of a tile to minus infinity in place, never a target's.
+        excluded: Excluded scores of a tile of rows, (r, C) bool, never a target's.
         tile_size: Scores in memory at once, at least 32 rows of them; None for the device's default.
-
-    Precision: the dtype of the inputs; call it outside autocast.
     """
     vectors = [*row_WRD, *column_WCD]
     if not torch.is_grad_enabled():
         vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
     size = scores_at_once(tile_size, target_R.device)
-    outputs = _TiledCrossEntropy.apply(scale, target_R, exclude_, size, *vectors)  # type: ignore[no-untyped-call]
+    outputs = _TiledCrossEntropy.apply(scale, target_R, excluded, size, *vectors)  # type: ignore[no-untyped-call]
     return WidthScores(*outputs)
 
 
@@ -500,11 +411,12 @@ class _Width:
         self.column_gradient_CD = torch.zeros_like(column_CD) if needs_column else None
         self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
 
-    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, exclude_: Callable[[Tensor], None]) -> None:
+    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, is_excluded_rC: Tensor | None) -> None:
         """Add the losses and gradients of one tile of rows."""
         row_rD = self.row_RD[rows] * scale
         weight_rC = row_rD @ self.column_CD.T
-        exclude_(weight_rC)
+        if is_excluded_rC is not None:
+            weight_rC.masked_fill_(is_excluded_rC, -torch.inf)
         target_score_r1 = weight_rC.gather(1, target_r1)
         rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
         highest_r1 = torch.maximum(rival_r1, target_score_r1)
@@ -541,9 +453,8 @@ class _Width:
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scale: Tensor, target_R: Tensor, exclude_: ExcludeInPlace | None, tile_size: int, *vectors: Tensor
+        ctx: Any, scale: Tensor, target_R: Tensor, excluded: Excluded | None, tile_size: int, *vectors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute losses and gradients of each tile while its scores are in memory."""
         num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
         needs_scale, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         widths = [
@@ -551,9 +462,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
             for w in range(num_widths)
         ]
         for rows in row_tiles(len(target_R), len(vectors[-1]), tile_size):
-            exclude_in_tile_ = _tile_exclusion(exclude_, rows, store=num_widths > 1)
+            is_excluded_rC = None if excluded is None else excluded(rows)
             for width in widths:
-                width.add_tile(rows, scale, target_R[rows, None], exclude_in_tile_)
+                width.add_tile(rows, scale, target_R[rows, None], is_excluded_rC)
         scale_gradient_W = torch.stack([width.scale_gradient(num_rows) for width in widths]) if needs_scale else None
         for width in widths:
             width.finish(scale, num_rows)
@@ -569,12 +480,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor_W: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scale_gradient_W, *gradients = ctx.saved_tensors
-        # The factor is usually 1, and on a CPU the gradients are then returned without a copy. On a GPU, reading the
-        # factor would cost more than the copy.
-        factors = list(factor_W.unbind()) if queues_work(factor_W.device) else factor_W.tolist()
+        factors = factor_W.unbind() * 2
         scaled = (
-            gradient if gradient is None or (isinstance(factor, float) and factor == 1.0) else gradient * factor
-            for gradient, factor in zip(gradients, factors * 2, strict=True)
+            gradient if gradient is None else gradient * factor
+            for gradient, factor in zip(gradients, factors, strict=True)
         )
         return (None if scale_gradient_W is None else scale_gradient_W @ factor_W, None, None, None, *scaled)
 
@@ -583,17 +492,3 @@ def row_tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice
     """Slices of whole rows, each of about `tile_size` scores and at least 32 rows."""
     height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
     return (slice(start, start + height) for start in range(0, num_rows, height))
-
-
-def _tile_exclusion(exclude_: ExcludeInPlace | None, rows: slice, store: bool) -> Callable[[Tensor], None]:
-    """A function that excludes scores of one tile; with `store` later widths reuse the first width's exclusions."""
-    stored: list[Tensor] = []
-
-    def apply_(score_rC: Tensor) -> None:
-        if stored:
-            score_rC.masked_fill_(stored[0], -torch.inf)
-        elif exclude_ is not None:
-            exclude_(score_rC, rows)
-            stored.extend([score_rC.isneginf()] if store else [])
-
-    return apply_

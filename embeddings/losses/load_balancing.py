@@ -19,9 +19,6 @@ class LoadBalancing:
         coefficient: Weight alpha of the load-balancing loss. The paper: 1 in pre-training; the released fine-tuning: 0.
         normalization: One of the published normalizations (see `load_balancing_loss`).
         z_coefficient: Weight of the router z-loss. The paper has none; ST-MoE uses 0.001.
-
-    Raises:
-        OptionError: If a weight is negative or infinite, or the normalization is unknown.
     """
 
     coefficient: float = 1.0
@@ -33,9 +30,6 @@ class LoadBalancing:
             if not 0 <= getattr(self, name) < float("inf"):
                 option = f"load_balancing.{name}"
                 raise OptionError(option, getattr(self, name), "must be >= 0", "0 disables it")
-        if self.normalization not in ("balanced", "paper", "transformers"):
-            rule = "must be balanced, paper or transformers"
-            raise OptionError("load_balancing.normalization", self.normalization, rule, "leave it out for balanced")
 
 
 def load_balancing_loss(
@@ -51,8 +45,7 @@ def load_balancing_loss(
         paper         1 / Y * sum over layers and experts of  c / (T K) * P / T      1 / X
         transformers  X * sum over experts of  mean over layers of (c / T) * mean over layers of (P / T)      K
 
-    Gradients flow through P only, so they lower the probability of overloaded experts. The sums must be those of the
-    full batch: the mean of this loss over mini-batches has another value.
+    Gradients flow through P only. The sums must be those of the full batch.
 
     Args:
         count_YX: Tokens routed to each expert of each layer, (Y, X) int64.
@@ -60,10 +53,10 @@ def load_balancing_loss(
         top_k: Experts per token, K.
         normalization: `balanced`, `paper` or `transformers`.
 
-    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, Eq. 1, whose printed form is `paper`. `balanced` is that of
-        megablocks, with which the released model was trained: its coefficient of 1 refers to this form. `transformers`
-        is the Mixtral loss of the transformers library, which averages over layers before the product. Differs: the
-        released code adds one such loss for queries and one for documents; here the sums include both.
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, Eq. 1, printed as `paper`. `balanced` is that of megablocks,
+        to which the released model's coefficient of 1 refers. `transformers` is that library's Mixtral loss, which
+        averages over layers before the product. Differs: the release adds one loss for queries and one for documents;
+        here the sums include both.
     """
     num_layers, num_experts = count_YX.shape
     # Every layer routes the same tokens.
@@ -72,11 +65,11 @@ def load_balancing_loss(
     if normalization == "transformers":
         return num_experts * torch.dot(load_YX.mean(dim=0), mean_YX.mean(dim=0))
     evenness = (load_YX * mean_YX).sum() / (num_layers * top_k)
-    return evenness if normalization == "paper" else num_experts * evenness
+    return {"balanced": num_experts, "paper": 1}[normalization] * evenness
 
 
 def router_z_loss(squared_logsumexp_Y: Tensor, num_tokens: Tensor) -> Tensor:
-    """The mean over tokens and layers of logsumexp(router logits)^2, () float32, which keeps router logits small.
+    """The mean over tokens and layers of logsumexp(router logits)^2, () float32.
 
     Args:
         squared_logsumexp_Y: Sums over tokens, (Y,) float32.

@@ -19,18 +19,14 @@ def token_cross_entropy(
 ) -> LossOutput:
     """The mean cross-entropy of P tokens, each predicted from one state, with the term `accuracy`.
 
-    Logits are computed for these states only, one tile at a time. With several tiles, the backward pass recomputes the
-    logits. With P = 0 the loss is zero, with a zero gradient for every weight.
+    Logits are computed one tile at a time, in float32, and again in the backward pass if there are several tiles.
 
     Args:
         state_PH: The state that predicts each token, (P, H) float.
         label_P: The tokens, (P,) int64.
         head: Maps states, (p, H), to logits over the vocabulary, (p, V); deterministic (no dropout).
         tile_positions: Maximum number of states whose logits are in memory at once, >= 1.
-        num_targets: Divisor of the sums: the mean number of targets per rank, so that the ranks' averages of loss,
-            gradient and accuracy are those of all targets together; None for P.
-
-    Precision: softmax and sums in float32 (float64 for float64 logits), whatever the head's dtype.
+        num_targets: Divisor of the sums, the mean number of targets per rank; None for P.
     """
     dtype = working_dtype(state_PH)
     total, correct = state_PH.new_zeros((), dtype=dtype), torch.zeros((), dtype=torch.int64, device=state_PH.device)
@@ -66,17 +62,12 @@ class WordPrediction(nn.Module):
     The logit of token v is 3 sqrt(W) cos(text's vector, v's row of a fixed table) + log(number of texts so far with v).
     W is the number of the text's distinct tokens: no vector has a cosine above 1 / sqrt(W) with each of W orthogonal
     rows. The log counts predict frequent words without the vector. Rows are centred over the vocabulary, so that a
-    component that all vectors share does not help. Only the vector's direction matters, as for an encoder with a layer
-    norm after its inputs.
+    component that all vectors share does not help.
 
     Args:
         table_VH: A vector for each token id, (V, H) float: the word embeddings of the model that consumes the vectors.
         special_ids: Tokens that are not predicted, such as [CLS].
 
-    Attributes:
-        count_V: Number of texts so far that contain each token, (V,) float32; saved in checkpoints.
-
-    Distributed: counts include all ranks' texts (one all-reduce per call); the mean is over this rank's texts.
     Source: this project; neither the CDE paper nor its release has it.
     """
 

@@ -1,7 +1,6 @@
 """Base modules of all methods: optimiser, schedule, checks of a run, checkpoints, and the contrastive training step."""
 
 import inspect
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,21 +63,14 @@ from embeddings.training.strategy import shard, training_strategy
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 PoolingFactory = Callable[[int], Pooling]
 
-# Checkpoint keys of weights. Lightning's `WeightAveraging` stores the average under the first, and the model's own
-# weights under the second.
+# Checkpoint keys of weights: under `WeightAveraging` those of the average, and the model's own.
 _WEIGHTS = ("state_dict", "current_model_state")
 # Batches after which a run stops if none had a negative.
 FIRST_BATCHES = 10
-NO_NEGATIVES_HINT = (
-    "give records `negatives`, raise data.batch_size, or, if all pairs have one label or one query text, correct them"
-)
 
 
 class BaseModule(KeepsArguments, L.LightningModule):
-    """Base class of all trained modules: optimiser, schedule, seeds of the steps, checks of a run, checkpoints.
-
-    `--stand-in` and `plan` read what follows from the class; `arguments` are those of its constructor in a config.
-    """
+    """Base class of all trained modules: optimiser, schedule, seeds of the steps, checks of a run, checkpoints."""
 
     # The method and its paper, for the report of a run.
     title = ""
@@ -107,10 +99,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
     def planned_step(
         self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None
     ) -> tuple[list[Texts], LossSize]:
-        """The texts of a rank's batch with their cost, and the size of its loss, for `plan`.
-
-        The module is on the meta device, inside `without_data`. `data` are the arguments of the data module.
-        """
+        """The texts of a rank's batch with their cost, and the size of its loss, for `plan` on the meta device."""
         raise OptionError("model", type(self).__name__, "is not planned", "use a contrastive or a language model")
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
@@ -121,27 +110,15 @@ class BaseModule(KeepsArguments, L.LightningModule):
         self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
         self._schedule = schedule
         self._seed = run_seed(seed)
-        # The base model of LoRA, whose weights a checkpoint omits.
         self.frozen_base: FrozenBase | None = None
         # The peak learning rate that a `LearningRateFinder` set.
-        self._tuned_rate: float | None = None
+        self.lr: float | None = None
 
     def optimizer_config(self) -> dict[str, Any]:
         """The optimiser's class and arguments in the form of a config."""
         optimizer = self._make_optimizer()
         names = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
         return dict(as_config(partial(type(optimizer), **{name: optimizer.defaults[name] for name in sorted(names)})))
-
-    @property
-    def lr(self) -> float:
-        """The peak learning rate of the first parameter group; setting it scales the rates of all groups."""
-        if self._tuned_rate is not None:
-            return self._tuned_rate
-        return float(self._make_optimizer().param_groups[0]["lr"])
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        self._tuned_rate = rate
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check optimiser, schedule, strategy, precision and compiler against the trainer and the data."""
@@ -182,10 +159,10 @@ class BaseModule(KeepsArguments, L.LightningModule):
     def on_train_start(self) -> None:
         """Set the gradient accumulation: Lightning sets it only when an epoch starts, which a resumed run skips."""
         self.trainer.accumulate_grad_batches = accumulated_batches(self.trainer, self.current_epoch)
-        if self._tuned_rate is not None:
+        if self.lr is not None:
             # Lightning set the optimiser's rate only; the schedule would overwrite it at the next step.
             for config in self.trainer.lr_scheduler_configs:
-                scale_rates(config.scheduler, self._tuned_rate)
+                scale_rates(config.scheduler, self.lr)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the step's random choices from epoch, batch and rank, so that they do not depend on earlier steps."""
@@ -217,11 +194,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
             self.log(f"train/{name}", value, prog_bar=name in ("loss", "level"), batch_size=batch_size)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Raise before the update if the gradient, which is the same on all ranks, is NaN or infinite.
-
-        The loss scaler of float16 detects such gradients itself and skips the update. Under ZeRO gradients are not yet
-        averaged at this point, so its engine checks them.
-        """
+        """Raise before the update if the gradient is NaN or infinite, unless a loss scaler or ZeRO checks it."""
         if self._loss_scaler() is not None or training_strategy(self.trainer.strategy).checks_gradients:
             return
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -238,11 +211,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Omit the weights of a frozen base and partially accumulated gradients.
-
-        A checkpoint within a gradient accumulation resumes at the first batch of the accumulation. One from the end of
-        training resumes in the epoch in which training ended (see `reopen_epoch`).
-        """
+        """Omit the weights of a frozen base, and the batches since the last optimiser step."""
         reopen_epoch(checkpoint)
         omitted = self.frozen_names()
         # bitsandbytes stores the state of a 4-bit weight under names that begin with the weight's.
@@ -258,7 +227,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
             rewind(checkpoint, type(data).__qualname__, num_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the weights of the frozen base from this module; an `InputError` if the checkpoint has another base."""
+        """Add the weights of the frozen base from this module."""
         saved = checkpoint.get("frozen_base")
         if saved is not None and self.frozen_base is not None:
             self.frozen_base.check(saved)
@@ -267,7 +236,6 @@ class BaseModule(KeepsArguments, L.LightningModule):
             checkpoint |= {key: own | checkpoint[key] for key in _WEIGHTS if key in checkpoint}
 
     def frozen_names(self) -> set[str]:
-        """Names of the weights that a checkpoint omits because they are in the files of the frozen base."""
         return frozen_weights(self) if self.frozen_base is not None else set()
 
     @classmethod
@@ -281,8 +249,6 @@ class BaseModule(KeepsArguments, L.LightningModule):
         **arguments: Any,
     ) -> Self:
         """The module of a checkpoint, with its weights; reading a checkpoint never executes code."""
-        if hparams_file is not None:
-            raise OptionError("hparams_file", hparams_file, "is not supported", "leave it out, or pass the arguments")
         content, path = read_checkpoint(checkpoint_path), os.fspath(checkpoint_path)
         module = cls(**arguments) if arguments else configured_module(content, path)
         if not isinstance(module, cls):
@@ -300,12 +266,10 @@ class BaseModule(KeepsArguments, L.LightningModule):
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and any(map(is_four_bit, self.parameters())):
             rule = "does not support 4-bit weights"
             raise OptionError("trainer.strategy", type(strategy).__name__, rule, "use ddp, or leave quantization out")
-        if isinstance(strategy, ModelParallelStrategy):
-            for name, parameter in self.named_parameters():
-                if parameter.ndim == 0:
-                    rule = f"cannot shard the scalar {name}"
-                    hint = "set learnable_temperature: false, or use ddp"
-                    raise OptionError("trainer.strategy", type(strategy).__name__, rule, hint)
+        scalars = [name for name, parameter in self.named_parameters() if parameter.ndim == 0]
+        if isinstance(strategy, ModelParallelStrategy) and scalars:
+            rule, fix = f"cannot shard the scalar {scalars[0]}", "set learnable_temperature: false, or use ddp"
+            raise OptionError("trainer.strategy", type(strategy).__name__, rule, fix)
         # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.
         half = {str(weight.dtype).removeprefix("torch.") for weight in self.parameters() if weight.requires_grad}
         half &= {"bfloat16", "float16"}
@@ -315,32 +279,24 @@ class BaseModule(KeepsArguments, L.LightningModule):
             fix = "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in bfloat16 anyway"
             raise OptionError("model.backbone.dtype", half.pop(), rule, fix)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, BaseFinetuning):
-                rule = "would train weights that the optimiser and its schedule do not include from the first step"
-                hint = "leave it out; use lora to train few weights of the backbone"
+            if isinstance(callback, BaseFinetuning | StochasticWeightAveraging):
+                rule, hint = "would not keep to the optimiser and its schedule", "use lora, or EMAWeightAveraging"
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
-            if isinstance(callback, StochasticWeightAveraging):
-                rule = "would resume to other weights, and replaces the schedule"
-                raise OptionError("trainer.callbacks", type(callback).__name__, rule, "use EMAWeightAveraging")
         compiler = os.environ.get("CXX", "g++")
         if is_compiled(self) and strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
             rule = f"needs {compiler} on a CPU"
             raise OptionError("model.backbone.compile", True, rule, "install it, or leave it out")
 
     def _loss_scaler(self) -> Any:
-        """The loss scaler of float16; None for other precisions."""
         plugin = self.trainer.precision_plugin
         return plugin.scaler if isinstance(plugin, MixedPrecision | FSDPPrecision) else None
 
     def _make_optimizer(self) -> Optimizer:
-        groups, fix = parameter_groups(self, self.parts_of_own_rate()), "see the method configs for usual values"
+        groups = parameter_groups(self, self.parts_of_own_rate())
         try:
             optimizer = self._optimizer(groups)
         except ValueError as error:
-            raise InputError("model.optimizer", str(error), fix) from error
-        for name, value in optimizer.defaults.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InputError("model.optimizer", f"Invalid {name}: {value}", fix)
+            raise InputError("model.optimizer", str(error), "see the method configs for usual values") from error
         if optimizer.defaults.get("fused"):
             # Otherwise Lightning would leave unscaling to the fused optimiser and refuse gradient clipping.
             vars(optimizer)["_step_supports_amp_scaling"] = False
@@ -360,8 +316,7 @@ class ContrastiveModule(BaseModule):
     """Trains an `Embedder` with a contrastive loss; a method may override `embed` and `loss_from_representations`.
 
     The plain step is `loss(embed(queries), embed(candidates))`. If the GradCache callback sets `grad_cache`, the same
-    two functions run in mini-batches with the same gradient. Both use Lightning's automatic optimisation, so precision,
-    accumulation, clipping and schedules work as usual.
+    two functions run in mini-batches with the same gradient. Both use Lightning's automatic optimisation.
 
     Args:
         embedder: The model to train and save.
@@ -395,8 +350,7 @@ class ContrastiveModule(BaseModule):
         has_experts = any(isinstance(part, Experts) for part in embedder.modules())
         self.shared_casts = shared_casts if has_experts else nullcontext
         self.grad_cache: GradCache | None = None
-        self._first_batches: list[Tensor] | None = []
-        self._num_watched = FIRST_BATCHES
+        self._first_useless: list[Tensor] | None = []
 
     @classmethod
     def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
@@ -414,33 +368,33 @@ class ContrastiveModule(BaseModule):
         lengths = int(query_tokens or text.query_max_length), int(document_tokens or text.document_max_length)
         texts = trace_embedder(self.embedder, queries, documents, *lengths, setting.half_products)
         width = sum(self.loss.widths or (self.embedder.embedding_dim,))
-        columns = documents * (setting.num_ranks if self.batch_needs.gathers_candidates else 1)
+        gathers = self.batch_needs.gathers_candidates
+        columns = documents * (setting.num_ranks if gathers else 1)
         # The plan is for GPUs, also if it is made on a CPU.
         tile = scores_at_once(self.loss.tile_size, "cuda")
-        gathered = columns if self.batch_needs.gathers_candidates else 0
-        return texts, LossSize(queries, columns, width, tile, queries + documents, gathered)
+        return texts, LossSize(queries, columns, width, tile, queries + documents, columns if gathers else 0)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The backbone's tokenizer, used by the data module."""
         return self.embedder.tokenizer
 
     @property
     def batch_needs(self) -> BatchNeeds:
-        """The requirements of the loss on batches."""
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
-        needs = replace(
-            BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for),
+        sampler, without_sampler = self.made_for or (None, "")
+        return BatchNeeds(
+            self.loss.in_batch_negatives,
+            gathers,
+            sampler,
+            without_sampler,
+            teacher_tokens=None if self.vector_teacher is None else self.vector_teacher.tokens,
             masks_text=self.loss.mask_same_text,
             masks_class=self.loss.mask_same_class,
             only_hard_negatives=self.loss.only_hard_negatives,
         )
-        teacher = self.vector_teacher
-        return needs if teacher is None else replace(needs, teacher_tokens=teacher.tokens)
 
     @property
     def text(self) -> TextSettings:
-        """The model's text settings (prompts, maximum lengths)."""
         return self.embedder.text
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
@@ -463,16 +417,13 @@ class ContrastiveModule(BaseModule):
             self.vector_teacher = VectorTeacher(self.loss.teacher)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        return [(self.embedder, self.embedder.entries)]
+        maps = [] if self.width_maps is None else [(self.width_maps, ())]
+        return [(self.embedder, self.embedder.entries), *maps]
 
     def setup(self, stage: str) -> None:
-        """Copy the data module's text settings, so that a saved model encodes as it was trained; load the teachers.
-
-        Settings that the data module does not set are those of the initial model; others that differ are logged.
-        `check_run` runs only on the first rank of a machine, so the other ranks load their teachers here.
-        """
+        """Copy the data module's text settings, so that a saved model encodes as it was trained; load the teachers."""
         if stage == "fit":
-            self._first_batches = []
+            self._first_useless = []
             self.load_teachers()
         data = run_data(self.trainer)
         if data is not None and data.text is not None:
@@ -501,7 +452,7 @@ class ContrastiveModule(BaseModule):
     def forward(
         self, tokens: TokenBatch, context: Any = None, is_context: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`embed`, or `embed_context` for context documents, with plain tensors as output: called by ZeRO's engine."""
+        """`embed`, or `embed_context`, with plain tensors as output: called by ZeRO's engine."""
         if is_context:
             assert isinstance(self, ContextualStep)
             return self.embed_context(tokens), {}
@@ -520,36 +471,27 @@ class ContrastiveModule(BaseModule):
             strategy = training_strategy(self.trainer.strategy)
             output = strategy.gradcache_step(self.grad_cache, self, batch, self._backward_scale(), is_last)
         means = self.check_loss(output)
-        if self._first_batches is not None and "no_negative_fraction" in means:
-            self._watch_negatives(batch, means)
+        if self._first_useless is not None and "no_negative_fraction" in means:
+            self._check_first_batches(self._first_useless, means)
         if batch.negative_level:
             means["level"] = torch.tensor(float(batch.negative_level))
         self.log_step(means, len(batch))
         return output.loss
 
-    def _watch_negatives(self, batch: ContrastiveBatch, means: Mapping[str, Tensor]) -> None:
-        """After the first batches, log the share of in-batch negatives that are masked; stop if nothing is trained."""
-        assert self._first_batches is not None
-        if not self._first_batches:
-            self._num_watched = min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES)
-        if self.vector_teacher is not None and self.loss.false_negative_filter is not None:
-            batch = self.vector_teacher.with_vectors(batch)
-        removed, total = self.loss.masked_counts(batch).unbind()
-        counts = mean_over_ranks({"removed": removed, "total": total})
-        zero = torch.zeros_like(means["loss"])
-        is_useless = (means["no_negative_fraction"] == 1) & (means.get("distillation", zero) == 0)
-        is_useless |= means["loss"] == 0
-        self._first_batches.append(torch.stack([counts["removed"], counts["total"], is_useless.float()]))
-        if len(self._first_batches) < self._num_watched:
+    def _check_first_batches(self, useless: list[Tensor], means: Mapping[str, Tensor]) -> None:
+        """Stop a run whose first batches train nothing."""
+        has_distillation = means.get("distillation", torch.zeros_like(means["loss"])) != 0
+        has_negatives = (means["no_negative_fraction"] < 1) & (means["loss"] != 0)
+        useless.append(~(has_negatives | has_distillation))
+        if len(useless) < min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES):
             return
-        removed_N, total_N, useless_N = torch.stack(self._first_batches).T.tolist()
-        number, self._first_batches = len(useless_N), None
-        if all(useless_N):
-            what = f"in the first {number} batches the loss is 0 or no query has a negative, so nothing is trained"
-            raise InputError("data.sources", what, NO_NEGATIVES_HINT)
-        if sum(total_N) and self.trainer.is_global_zero:
-            line = "%.1f %% of the in-batch negatives of the first %d batches are masked (text, label or filter)"
-            logger.info(line, 100 * sum(removed_N) / sum(total_N), number)
+        self._first_useless = None
+        if bool(torch.stack(useless).all()):
+            what = (
+                f"in the first {len(useless)} batches the loss is 0 or no query has a negative, so nothing is trained"
+            )
+            hint = "give records `negatives`, raise data.batch_size, or correct labels or queries that are all the same"
+            raise InputError("data.sources", what, hint)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear gradients, except under GradCache, whose gradients exist before Lightning calls this method."""
@@ -584,10 +526,8 @@ def build_embedder(
 ) -> Embedder:
     """The model of a method with one backbone and one pooling: new or from a model directory, with or without LoRA.
 
-    The arguments are the method's options. `usual_pooling` is the hint of the error for an invalid pooling. `transform`
-    changes the loaded backbone before adapters are added; upcycling uses it.
-
-    Determinism: random initial weights depend on the seed only; the global random state does not change.
+    `usual_pooling` is the hint of the error for an invalid pooling. `transform` changes the loaded backbone before
+    adapters are added. The random state does not change.
     """
     source = backbone if initial_model is None else replace(backbone, name=initial_model, revision=None)
     options: dict[str, Any] = {}
@@ -605,8 +545,11 @@ def build_embedder(
         except ValueError as error:
             raise UserError(f"model.{error}; {usual_pooling}") from error
         if initial is not None:
-            _check_pooling(initial.pooling, pooling_layer, source.name)
-            pooling_layer = initial.pooling
+            given, pooling_layer = pooling_layer, initial.pooling
+            if type(given) is not type(pooling_layer) or given.arguments() != pooling_layer.arguments():
+                rule = f"must equal that of {source.name}: {type(pooling_layer).__name__} {pooling_layer.arguments()}"
+                value = f"{type(given).__name__} {given.arguments()}"
+                raise OptionError("model.pooling", value, rule, "configure the same pooling")
             options = {name: getattr(initial, name) for name in ("norm", "head")}
         transformed = model if transform is None else transform(model)
         adapted = transformed if lora is None else add_lora(transformed, lora)
@@ -620,13 +563,6 @@ def build_embedder(
 
 
 def initial_text(config: BackboneConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TextSettings:
-    """The text settings of the model directory that a backbone comes from; nothing is set if it comes from no such."""
+    """The text settings of the model directory that a backbone comes from, if it comes from one."""
     folder = resolve_model(config.name, config.revision) if config.name else None
     return (None if folder is None else read_text_settings(folder, model, tokenizer)) or TextSettings()
-
-
-def _check_pooling(initial: Pooling, pooling: Pooling, initial_model: str) -> None:
-    if type(initial) is not type(pooling) or initial.arguments() != pooling.arguments():
-        rule = f"must equal that of {initial_model}: {type(initial).__name__} {initial.arguments()}"
-        value = f"{type(pooling).__name__} {pooling.arguments()}"
-        raise OptionError("model.pooling", value, rule, "configure the same pooling")

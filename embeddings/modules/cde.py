@@ -52,9 +52,6 @@ class ContextSettings:
         dropout_fraction: Probability that a null vector replaces a context vector, drawn for each text (§5: 0.005).
         num_soft_prompts: Number of soft-prompt vectors: 8 as released, 0 for the paper's model.
         residual_projection: Whether a residual projection follows the pooling, as released; the paper has none.
-
-    Raises:
-        OptionError: If `max_length` is not >= 1.
     """
 
     num_context: int = 512
@@ -64,18 +61,13 @@ class ContextSettings:
     num_soft_prompts: int = 8
     residual_projection: bool = True
 
-    def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise OptionError("model.context.max_length", self.max_length, "must be >= 1", "leave it out for no limit")
-
 
 @dataclass(frozen=True)
 class FirstStageTraining:
     """Training of the first stage. The default is the paper's: together with the second stage, at the same rate.
 
-    The contrastive loss can make all context vectors equal before the second stage has learned to use their
-    differences. The vectors of texts then do not depend on the context. Our remedy: only the first stage is trained at
-    first, to predict the words of a text. It is then frozen or trained at a lower rate.
+    The contrastive loss can make all context vectors equal before the second stage has learned to use them. Our remedy:
+    only the first stage is trained at first, to predict the words of a text; then it is frozen or trained more slowly.
 
     Args:
         word_steps: Initial optimiser steps that train only the first stage, to predict each text's words from its
@@ -84,9 +76,6 @@ class FirstStageTraining:
         frozen_steps: Optimiser steps after `word_steps` in which the first stage is frozen; None for the rest of the
             run.
         learning_rate_factor: Factor of the first stage's learning rate while both stages are trained.
-
-    Raises:
-        OptionError: If a number is invalid, or the factor applies to no step.
     """
 
     word_steps: int = 0
@@ -94,17 +83,9 @@ class FirstStageTraining:
     learning_rate_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        name = "model.first_stage_training"
-        for option, steps in (("word_steps", self.word_steps), ("frozen_steps", self.frozen_steps)):
-            if steps is not None and steps < 0:
-                raise OptionError(f"{name}.{option}", steps, "must be >= 0", "the paper's value is 0")
-        factor = self.learning_rate_factor
-        if not 0.0 < factor < float("inf"):
-            fix = "frozen_steps: null freezes the first stage"
-            raise OptionError(f"{name}.learning_rate_factor", factor, "must be > 0 and finite", fix)
-        if self.frozen_steps is None and factor != 1.0:
-            rule = "has no effect if the first stage is frozen until the end"
-            raise OptionError(f"{name}.learning_rate_factor", factor, rule, "leave it out, or limit frozen_steps")
+        if not 0 < self.learning_rate_factor < float("inf"):
+            name, fix = "model.first_stage_training.learning_rate_factor", "frozen_steps: null freezes the first stage"
+            raise OptionError(name, self.learning_rate_factor, "must be > 0 and finite", fix)
 
     def phase(self, step: int) -> Phase:
         """The phase of step `step`, from 0: `words` trains the first stage, `frozen` the second, `joint` both."""
@@ -118,10 +99,8 @@ class CDEModule(ContrastiveModule):
     """Contextual document embeddings on any Hugging Face encoder, or a decoder without its causal mask.
 
     The first stage embeds J documents of the batch. The second stage embeds every query and document with those J
-    vectors in front (§4.2, Eq. 5 and 6). Queries and documents share weights; the two stages do not. The context of a
-    step is the first J of the batch's documents in random order, the same for all texts of the step. If a batch has
-    fewer documents, null vectors fill the remaining slots, if the model has a null vector. The sampler puts similar
-    texts into one batch (§4.1).
+    vectors in front (§4.2, Eq. 5 and 6). The context of a step is the first J of the batch's documents in random order,
+    the same for all texts of the step. The sampler puts similar texts into one batch (§4.1).
 
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
@@ -136,20 +115,11 @@ class CDEModule(ContrastiveModule):
         normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights, of dropout, and of each step's context; None for `seed_everything`'s.
 
-    Attributes:
-        read_batch: The last step's batch with its context. In steps of word prediction: its texts as the first stage
-            encodes them, without a context.
-
     Metrics: `train/context_spread`, one minus the mean cosine between the context vectors of a step; a value below 0.05
         causes one warning. Every 50th step, unless weights are sharded, `train/context_sensitivity`, one minus the mean
         cosine between texts' vectors with this step's context and with the previous step's.
-    Determinism: a step's context depends on (seed, epoch, batch, rank) only, with or without GradCache.
-    Distributed: each rank uses its own documents as context, as released. Candidates from other ranks were embedded
-        with other contexts, and a model can learn to tell them by whatever depends on the rank (§10.3 names weights).
-        So with several ranks `gather_across_devices: false` is advisable, as in the paper (abstract).
-    Raises:
-        OptionError: If the backbones are incompatible, the first has fewer positions than the context's `max_length`,
-            or `initial_model` has another architecture.
+    Distributed: each rank uses its own documents as context, as released. A model can learn to tell candidates of other
+        ranks by their context, so `gather_across_devices: false` is advisable, as in the paper.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §5. Differs: queries and documents of a step share one
         permutation of the context (the release does so with GradCache only); a smaller batch uses all of its documents,
         with null vectors for the rest.
@@ -230,7 +200,6 @@ class CDEModule(ContrastiveModule):
         return self._phase != "frozen"
 
     def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
-        """The first stage, unless it has the second stage's learning rate."""
         return {} if self.first_stage_training == FirstStageTraining() else {"first_stage": self.embedder.first_stage}
 
     def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
@@ -251,10 +220,7 @@ class CDEModule(ContrastiveModule):
             return self.embedder.embed_context(tokens)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The vectors of all texts with the context vectors (M, H), M <= J, or null vectors if `context` is None.
-
-        In steps of word prediction: the first stage's vectors of the texts.
-        """
+        """The vectors of all texts with context vectors (M, H), M <= J, or null vectors."""
         if self._phase == "words":
             return Representations(self.embed_context(tokens))
         self._context_MH = None if context is None else context.detach()
@@ -293,10 +259,7 @@ class CDEModule(ContrastiveModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Remove the gradients of a frozen stage, so that neither weight decay nor optimiser state changes it.
-
-        ZeRO stores gradients elsewhere; there the learning rate of zero freezes the stage.
-        """
+        """Remove the gradients of a frozen stage, so that neither weight decay nor optimiser state changes it."""
         for parameter in self._frozen_parameters():
             parameter.grad = None
         super().on_before_optimizer_step(optimizer)

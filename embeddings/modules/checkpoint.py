@@ -67,11 +67,7 @@ def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Let a run that reached its maximum of steps within an epoch resume in that epoch.
-
-    Lightning counts such an epoch as complete, so resuming from a checkpoint saved at the end of training would skip
-    the epoch's remaining batches. Resuming from one saved at the same step during training would not.
-    """
+    """Let a run that reached its maximum of steps within an epoch resume in it: Lightning calls it complete."""
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if loops is None:
         return

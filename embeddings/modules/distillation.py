@@ -35,8 +35,8 @@ class LayerDistillation:
 
     S^n are the states after layer n. O is the number of the teacher's layers, counting its pooling block as the last.
     The student's last states, after its own pooling block if it has one, imitate the output of the teacher's pooling
-    block (its last states if its pooling has no block). So a student without the latent block learns the block's
-    effect. Means are over the tokens of queries and candidates of all ranks, and over the width.
+    block (its last states if its pooling has no block). Means are over the tokens of queries and candidates of all
+    ranks, and over the width.
 
     Args:
         teacher: A model directory or Hub id with the student's tokenizer.
@@ -46,8 +46,6 @@ class LayerDistillation:
         teacher_width: The teacher's hidden size if it differs from the student's: a linear map from each student state
             to this width is trained with the student and discarded after training. None for no map.
 
-    Raises:
-        OptionError: If alpha is not > 0 and finite, or a layer or width is not >= 1.
     Source: Lee 2024 (NV-Embed), arXiv:2405.17428, Appendix A. Differs: the layer pairs and width maps are ours; the
         paper's students have the teacher's depth and width.
     """
@@ -60,11 +58,6 @@ class LayerDistillation:
     def __post_init__(self) -> None:
         if not 0 < self.alpha < math.inf:
             raise OptionError("distillation.alpha", self.alpha, "must be > 0 and finite", "1 weights both equally")
-        if self.layers is not None and min((min(pair) for pair in self.layers), default=0) < 1:
-            rule = "must be pairs (student layer, teacher layer), both from 1"
-            raise OptionError("distillation.layers", list(self.layers), rule, "leave it out to spread them evenly")
-        if self.teacher_width is not None and self.teacher_width < 1:
-            raise OptionError("distillation.teacher_width", self.teacher_width, "must be >= 1", "leave it out")
 
 
 class WidthMaps(nn.Module):
@@ -89,13 +82,10 @@ class FrozenTeacher:
 
 
 class LayerTeacher(FrozenTeacher):
-    """A frozen teacher of hidden states, loaded from `settings.teacher` unless `teacher` is passed."""
-
     def __init__(self, settings: LayerDistillation, student: Embedder, teacher: Embedder | None = None) -> None:
         super().__init__(Embedder.from_pretrained(settings.teacher) if teacher is None else teacher)
         self.alpha = settings.alpha
-        depth, teacher_depth = (len(list(layers(plain_backbone(model.backbone)))) for model in (student, self.embedder))
-        self.pairs = layer_pairs(depth, teacher_depth, settings.layers)
+        self.pairs = layer_pairs(num_layers(student), num_layers(self.embedder), settings.layers)
         width, student_width = self.embedder.hidden_size, settings.teacher_width or student.hidden_size
         if width != student_width:
             rule = f"has states of width {width}, but the student's have width {student_width}"
@@ -106,33 +96,26 @@ class LayerTeacher(FrozenTeacher):
             hint = "use embeddings.losses.SimilarityDistillation instead"
             raise OptionError("distillation.teacher", settings.teacher, rule, hint)
 
-    def embed(self, student: Embedder, tokens: TokenBatch, maps: "WidthMaps | None") -> Representations:
-        """The student's vectors, with the sums of its states' errors over the tokens."""
+    def embed(self, student: Embedder, tokens: TokenBatch, maps: WidthMaps | None) -> Representations:
         padded = tokens.padded(pad_token_id=student.pad_token_id)
         with captured_states(student) as states:
             vector_ND = student(padded)
-        return Representations(vector_ND, self.errors(states, student.pooling, padded, maps or list))
+        return Representations(vector_ND, self.errors(states, student.pooling, padded, maps))
 
     def with_distillation(
         self, output: LossOutput, query: dict[str, Tensor], candidate: dict[str, Tensor]
     ) -> LossOutput:
         """The loss of a full batch plus alpha · KD, from the sums of queries and candidates."""
-        distillation = distillation_loss(query, candidate)
+        total = {name: sum_over_ranks(value + candidate[name]) for name, value in query.items()}
+        inner = total[_ERRORS] / total[_TOKENS].clamp(min=1)
+        distillation = inner + total[_OUTPUT_ERRORS] / total[_OUTPUT_TOKENS].clamp(min=1)
         terms = {**output.terms, "contrastive": output.loss.detach(), "distillation": distillation.detach()}
         return LossOutput(output.loss + self.alpha * distillation, terms)
 
     def errors(
-        self,
-        student: dict[int, Tensor],
-        pooling: Pooling,
-        tokens: PaddedTokens,
-        maps: Callable[[list[Tensor]], list[Tensor]],
+        self, student: dict[int, Tensor], pooling: Pooling, tokens: PaddedTokens, maps: WidthMaps | None
     ) -> dict[str, Tensor]:
-        """The squared errors of a student's states, as sums over tokens in float32, and the numbers of tokens.
-
-        `student` are the states of the same tokens from `captured_states`; `maps` projects states (T, H) to the
-        teacher's width. If the student's pooling has a block, its last states are those after that block.
-        """
+        """The squared errors of a student's states, as sums over tokens in float32, and the numbers of tokens."""
         attended_NL, pooled_NL = tokens.attention_mask_NL, tokens.pooling_mask_NL
         self.embedder.to(attended_NL.device)
         # Computed once for all layers: `nonzero` synchronises with the device.
@@ -140,8 +123,9 @@ class LayerTeacher(FrozenTeacher):
         with torch.no_grad(), captured_states(self.embedder) as teacher:
             self.embedder(tokens)
             output_TH = self.embedder.pooling.token_states(teacher[_LAST].flatten(0, 1)[pooled_T])
-        inner = [student[layer].flatten(0, 1)[attended_T] for layer, _ in self.pairs]
-        *inner, last = maps([*inner, pooling.token_states(student[_LAST].flatten(0, 1)[pooled_T])])
+        states = [student[layer].flatten(0, 1)[attended_T] for layer, _ in self.pairs]
+        states.append(pooling.token_states(student[_LAST].flatten(0, 1)[pooled_T]))
+        *inner, last = states if maps is None else maps(states)
         errors = [
             squared_error(state_TH, teacher[layer].flatten(0, 1)[attended_T])
             for state_TH, (_, layer) in zip(inner, self.pairs, strict=True)
@@ -155,10 +139,7 @@ class LayerTeacher(FrozenTeacher):
 class VectorTeacher(FrozenTeacher):
     """A frozen teacher that computes the vectors of each batch for the loss (`Distillation.teacher`).
 
-    It uses its own tokenizer, prompts and maximum lengths, as `encode` does without options, so its vectors equal those
-    in `surrogate_vectors` files. `tokens` tokenises texts in the data workers. A contextual model gets no context.
-
-    Precision: weights in their stored dtype, under autocast if the run uses it; vectors in float32 or float64.
+    It uses its own tokenizer, prompts and maximum lengths, so its vectors equal those in `surrogate_vectors` files.
     """
 
     def __init__(self, name: str, teacher: Embedder | None = None) -> None:
@@ -169,9 +150,9 @@ class VectorTeacher(FrozenTeacher):
 
     def with_vectors(self, batch: ContrastiveBatch) -> ContrastiveBatch:
         """The batch with the teacher's vectors of its queries, (B, S), and candidates, (C, S)."""
-        if batch.teacher_query is None or batch.teacher_candidate is None:
-            rule = "needs batches that are tokenized for the teacher too"
-            raise OptionError("model.loss.teacher", self.name, rule, "train with an EmbeddingDataModule")
+        # Only an `EmbeddingDataModule` tokenises for the teacher.
+        assert batch.teacher_query is not None
+        assert batch.teacher_candidate is not None
         query_BS, candidate_CS = self._vectors(batch.teacher_query), self._vectors(batch.teacher_candidate)
         return replace(batch, surrogate_query_BS=query_BS, surrogate_candidate_CS=candidate_CS)
 
@@ -190,30 +171,20 @@ def squared_error(state_TH: Tensor, target_TH: Tensor) -> Tensor:
     return (state_TH.to(dtype) - target_TH.to(dtype)).square().mean(dim=-1).sum()
 
 
-def distillation_loss(query: dict[str, Tensor], candidate: dict[str, Tensor]) -> Tensor:
-    """KD of a full batch from the sums of queries and candidates, () float32."""
-    total = {name: sum_over_ranks(value + candidate[name]) for name, value in query.items()}
-    inner = total[_ERRORS] / total[_TOKENS].clamp(min=1)
-    return inner + total[_OUTPUT_ERRORS] / total[_OUTPUT_TOKENS].clamp(min=1)
+def num_layers(embedder: Embedder) -> int:
+    return len(list(layers(plain_backbone(embedder.backbone))))
 
 
 def layer_pairs(depth: int, teacher_depth: int, chosen: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
     """Pairs (student layer, teacher layer) from 1; by default without the last layers, whose outputs are compared."""
     if chosen is None:
-        teacher_layers = spread_layers(depth, teacher_depth)
-        return [(layer, followed + 1) for layer, followed in enumerate(teacher_layers[:-1], start=1)]
-    for student_layer, teacher_layer in chosen:
-        if student_layer > depth or teacher_layer > teacher_depth:
-            rule = f"must be within the student's {depth} layers and the teacher's {teacher_depth}"
-            pair = [student_layer, teacher_layer]
-            raise OptionError("distillation.layers", pair, rule, "leave it out to spread them evenly")
+        return [(layer, followed + 1) for layer, followed in enumerate(spread_layers(depth, teacher_depth)[:-1], 1)]
+    for layer, followed in chosen:
+        if not (1 <= layer <= depth and 1 <= followed <= teacher_depth):
+            rule = f"must be within the student's {depth} layers and the teacher's {teacher_depth}, both from 1"
+            hint = "leave it out to spread them evenly"
+            raise OptionError("distillation.layers", [layer, followed], rule, hint)
     return list(chosen)
-
-
-def num_distilled_states(student: Embedder, settings: LayerDistillation) -> int:
-    """Number of the student's states that imitate the teacher's, including the last."""
-    depth = len(list(layers(plain_backbone(student.backbone))))
-    return 1 + len(settings.layers if settings.layers is not None else range(1, depth))
 
 
 @contextmanager

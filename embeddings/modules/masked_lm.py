@@ -51,8 +51,6 @@ class Masking:
         mask_token: Token of the vocabulary to use as mask token; None for the tokenizer's mask token, which decoders
             lack. LLM2Vec uses "_".
 
-    Raises:
-        OptionError: If a probability or fraction is out of range.
     Source: Devlin et al. 2019, arXiv:1810.04805, §3.1; BehnamGhader et al. 2024, arXiv:2404.05961, the released
         `run_mntp.py` and its configs.
     """
@@ -66,12 +64,10 @@ class Masking:
         if not 0 < self.probability < 1:
             rule, fix = "must be above 0 and below 1", "BERT uses 0.15"
             raise OptionError("model.masking.probability", self.probability, rule, fix)
-        for name in ("mask_fraction", "random_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise OptionError(f"model.masking.{name}", getattr(self, name), "must be 0 to 1", "BERT: 0.8 and 0.1")
-        if self.mask_fraction + self.random_fraction > 1 + 1e-9:
-            rule = f"must be at most 1 together with mask_fraction {self.mask_fraction}"
-            raise OptionError("model.masking.random_fraction", self.random_fraction, rule, "BERT: 0.8 and 0.1")
+        fractions = (self.mask_fraction, self.random_fraction)
+        if min(fractions) < 0 or sum(fractions) > 1 + 1e-9:
+            rule, fix = "must be >= 0 and at most 1 together with random_fraction", "BERT: 0.8 and 0.1"
+            raise OptionError("model.masking.mask_fraction", self.mask_fraction, rule, fix)
 
 
 @dataclass(frozen=True)
@@ -84,16 +80,9 @@ class LanguageTask:
     - `causal`: no token is masked, and every token is predicted from the state one position before it.
 
     Special tokens, padding and tokens equal to the mask token are never masked. With `mntp` and `causal` the first
-    token of a row is not a target, since no state precedes it; with `separate_documents` the same is true for the first
-    token of each document. A causal model also learns to predict separators.
+    token of a row (with `separate_documents`, of a document) is not a target, since no state precedes it. A row's
+    targets depend on the seed and the row only.
 
-    Args:
-        masking: How tokens are masked; None for `causal`.
-        mask_id: Id of the mask token; -1 for none.
-        ordinary_ids_V: Ids that may randomly replace a masked token, (V,) int64.
-        separate_documents: Whether documents of a row do not attend to each other.
-
-    Determinism: a row's targets depend on (seed, the row's draw key), not on rank, worker or batch.
     Source: BehnamGhader et al. 2024, arXiv:2404.05961, §2.2 and the released `run_mntp.py`. Differs: the release may
         mask the first token of a row, which it never predicts.
     """
@@ -106,7 +95,6 @@ class LanguageTask:
     seed: int = 0
 
     def __call__(self, rows: PackedRows) -> Prediction:
-        """The model's input and its targets, in the order of the rows."""
         shift = 0 if self.objective == "mlm" else 1
         input_ids_NL, document_NL = rows.input_ids_NL, rows.document_NL
         target_NL = document_NL >= 0
@@ -124,7 +112,7 @@ class LanguageTask:
         return Prediction(input_ids_NL, document_NL, target_P - shift, label_P, has_padding, rows.row_N)
 
     def _mask(self, rows: PackedRows, maskable_NL: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-        """Token ids after masking, (N, L), and the chosen positions; a row's choices depend on its draw key only."""
+        """Token ids after masking, (N, L), and the chosen positions."""
         masked_NL, chosen_NL = rows.input_ids_NL.clone(), torch.zeros_like(maskable_NL)
         length = masked_NL.shape[1]
         for row, draw in enumerate(rows.draw_N.tolist()):
@@ -163,10 +151,6 @@ class MaskedLMModule(BaseModule):
 
     Metrics: `train/` and `val/` `loss` (mean cross-entropy in nats over the predicted tokens), `perplexity`,
         `accuracy`. The masked tokens of a validation row are the same in every epoch.
-    Distributed: the loss is the mean over the targets of all ranks, which may have different numbers of targets.
-    Raises:
-        OptionError: If an option is invalid or has no effect.
-        InputError: If the model cannot be loaded.
     Source: BehnamGhader et al. 2024 (LLM2Vec), arXiv:2404.05961, §2.2 and the released `run_mntp.py`; Nussbaum and
         Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.1. Differs: see `LanguageTask`; LLM2Vec's script trains
         the head and discards it, while here LoRA freezes it unless `head` sets otherwise.
@@ -252,11 +236,9 @@ class MaskedLMModule(BaseModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, used by the data module."""
         return self.language_model.tokenizer
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
-        """As in `BaseModule`; also check the length of the rows."""
         if data is not None and data.row_length is not None:
             self._check_row_length(data.row_length)
         super().check_run(trainer, module, data)
@@ -274,7 +256,7 @@ class MaskedLMModule(BaseModule):
         return output.loss
 
     def score(self, batch: Prediction, num_targets: float | None = None) -> LossOutput:
-        """The cross-entropy of a batch's targets; logits exist for targets only (see `token_cross_entropy`)."""
+        """The cross-entropy of a batch's targets (see `token_cross_entropy`)."""
         states_NLH = self.language_model(
             batch.input_ids_NL, batch.document_NL, self.task.separate_documents, batch.has_padding
         )
@@ -329,9 +311,6 @@ def _source(
         raise OptionError("model.backbone", value, "or model.from_scratch must be set", "set exactly one of the two")
     source = backbone or from_scratch
     assert source is not None
-    if backbone is not None and backbone.unpadded is True:
-        rule = "has no effect on packed rows"
-        raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
     if objective == "causal" and masking is not None:
         raise OptionError("model.masking", masking, "has no effect on objective causal", "leave it out")
     if source.bidirectional != (objective == "mntp"):

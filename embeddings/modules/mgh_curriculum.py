@@ -31,12 +31,8 @@ class MGHCurriculumModule(ContrastiveModule):
         normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
 
-    Raises:
-        OptionError: If the backbone is causal but the pooling needs bidirectional attention.
-        UserError: If the pooling is invalid, or differs from that of `initial_model`.
     Source: MGH (Negative Matters), §2.1, §2.2, §3.2, Tables 5 and 7. Differs: the temperature (see `loss`), and the
         axis that the pooling sums over (see `AnchorTokenPooling`).
-    Related: `NVEmbedModule`, the same loss with latent-attention pooling.
     """
 
     title = "multi-granularity hard negatives with a curriculum (MGH, Negative Matters)"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from embeddings.common import ContrastiveBatch, LossOutput, NumericError, OptionError, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
 from embeddings.common.distributed import sum_over_ranks
 from embeddings.losses import InfoNCE
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
@@ -32,10 +32,9 @@ from embeddings.training.optim import Schedule
 class MoEEmbedModule(ContrastiveModule):
     """A rotary encoder with experts in some of its MLPs, or its dense counterpart, trained with InfoNCE.
 
-    The load-balancing loss covers the full global batch. It is computed from each expert's token counts and
-    probabilities, summed over mini-batches (`Representations.statistics`) and ranks. So its value and gradient equal
-    those of the plain full batch under GradCache, gradient checkpointing and any number of ranks. Published code adds a
-    loss per mini-batch, which multiplies the coefficient by their number.
+    The load-balancing loss covers the full global batch: it is computed from each expert's token counts and
+    probabilities, summed over mini-batches (`Representations.statistics`) and ranks. Published code adds a loss per
+    mini-batch, which multiplies the coefficient by their number.
 
     Args:
         backbone: A dense rotary encoder (`convert` makes one from XLM-R, `MaskedLMModule` adapts it), or a sparse one.
@@ -56,15 +55,9 @@ class MoEEmbedModule(ContrastiveModule):
         seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
 
     Metrics: `train/contrastive`, `train/load_balancing` and, if its coefficient is not 0, `train/router_z`: the losses
-        without their coefficients. `routing` contains the last step's sums, for callbacks.
-    Distributed: two all-reduces of (Y, X) numbers per step, and one in the backward pass.
-    Raises:
-        UserError: If the pooling is invalid, or differs from that of `initial_model`.
-        OptionError: If upcycling does not suit the model, or `load_balancing` is set for a dense model.
-        NumericError: In a step, if a router's probabilities are NaN or infinite; the message names the layer.
+        without their coefficients.
     Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3 and §4.5. Differs: padding is neither
         routed nor counted; there is one balancing loss for queries and documents, where the released code adds two.
-    Related: `NVEmbedModule`, the same loss on a dense decoder.
     """
 
     title = "a sparse mixture of experts (Nomic Embed v2, Nussbaum and Duderstadt 2025, arXiv:2502.07972)"
@@ -100,7 +93,7 @@ class MoEEmbedModule(ContrastiveModule):
         self.routing: dict[str, Tensor] = {}
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """The vectors of all texts in input order, (N, D) float32, and the routing sums over their tokens."""
+        """The vectors of all texts, (N, D) float32, and the routing sums over their tokens."""
         with read_routing(self.embedder.backbone) as sums:
             vectors = super().embed(tokens, context).vector_ND
         return Representations(vectors, sums())
@@ -117,7 +110,6 @@ class MoEEmbedModule(ContrastiveModule):
         if not settings.z_coefficient:
             del both[SQUARED_LOGSUMEXP]
         sums = {name: sum_over_ranks(value) for name, value in both.items()}
-        self._check_routers(sums[PROBABILITIES])
         self.routing = {name: value.detach() for name, value in sums.items()}
         top_k = int(plain_backbone(self.embedder.backbone).config.experts_per_token)
         balancing = load_balancing_loss(sums[COUNTS], sums[PROBABILITIES], top_k, settings.normalization)
@@ -128,10 +120,3 @@ class MoEEmbedModule(ContrastiveModule):
             loss = loss + settings.z_coefficient * z_loss
             terms["router_z"] = z_loss.detach()
         return LossOutput(loss, terms)
-
-    def _check_routers(self, probability_YX: Tensor) -> None:
-        finite_Y = probability_YX.isfinite().all(dim=1).tolist()
-        if not all(finite_Y):
-            layer = self.moe_layers[finite_Y.index(False)]
-            step = self.global_step
-            raise NumericError(f"router of layer {layer} is NaN or infinite at step {step}: no update was made")

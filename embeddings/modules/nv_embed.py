@@ -1,17 +1,14 @@
 """NV-Embed: a decoder without its causal mask, latent-attention pooling, two-stage instruction tuning."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
-from embeddings.common import OptionError
 from embeddings.common.random import run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
-from embeddings.modules.distillation import LayerDistillation, LayerTeacher, WidthMaps, num_distilled_states
+from embeddings.modules.distillation import LayerDistillation, LayerTeacher, WidthMaps, num_layers
 from embeddings.training.optim import Schedule
 
 
@@ -19,9 +16,8 @@ class NVEmbedModule(ContrastiveModule):
     """NV-Embed on any Hugging Face decoder or encoder.
 
     A decoder's causal mask is disabled (§3.1), and a latent-attention block pools its states (§3.2, Eq. 1). InfoNCE
-    with hard negatives trains LoRA matrices and the full pooling block. Stage 1 uses in-batch negatives. Stage 2 is a
-    second run that starts from stage 1's model directory (`initial_model`) with a new optimiser and schedule, and
-    without in-batch negatives (§3.3). Each data source sets whether its queries use in-batch negatives.
+    with hard negatives trains LoRA matrices and the full pooling block. Stage 2 is a second run that starts from stage
+    1's model directory (`initial_model`), without in-batch negatives (§3.3).
 
     Args:
         backbone: The model, and whether its causal mask is disabled.
@@ -35,13 +31,10 @@ class NVEmbedModule(ContrastiveModule):
             matrices are already merged; new ones are added.
         normalize: Whether vectors have unit norm. The loss uses cosines in both cases.
         seed: Seed of initial weights and of dropout; None for `seed_everything`'s.
-        distillation: Distils a teacher's hidden states (Appendix A); None for no teacher. The teacher is loaded when a
-            run starts and runs without gradients, twice per step under GradCache. Every rank has a full copy.
+        distillation: Distils a teacher's hidden states (Appendix A); None for no teacher. The teacher runs without
+            gradients, twice per step under GradCache. Every rank has a full copy.
 
     Metrics: with a teacher `train/contrastive` and `train/distillation`, both before weighting by alpha.
-    Raises:
-        UserError: If the pooling is invalid, or differs from that of `initial_model`.
-        OptionError: When a run starts, if teacher and student do not match.
     Source: Lee et al. 2024, arXiv:2405.17428, §3 and Appendix C. Differs: the paper does not state whether stage 2
         continues stage 1's LoRA matrices; here they are merged and new ones are trained.
     """
@@ -61,9 +54,6 @@ class NVEmbedModule(ContrastiveModule):
         seed: int | None = None,
         distillation: LayerDistillation | None = None,
     ) -> None:
-        if distillation is not None and backbone.unpadded is True:
-            rule = "has no effect with distillation, which compares padded states"
-            raise OptionError("model.backbone.unpadded", True, rule, "leave it out")
         usual = "NV-Embed uses 512 latents and 8 heads"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-5, weight_decay=0.03)
@@ -72,17 +62,13 @@ class NVEmbedModule(ContrastiveModule):
             self.title = f"contrastive training with {type(embedder.pooling).__name__}"
         self.distillation = distillation
         if distillation is not None and distillation.teacher_width is not None:
-            number = num_distilled_states(embedder, distillation)
+            pairs = distillation.layers
+            number = num_layers(embedder) if pairs is None else len(pairs) + 1
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(run_seed(seed))
                 self.width_maps = WidthMaps(number, embedder.hidden_size, distillation.teacher_width)
 
     def load_teachers(self) -> None:
-        """Load the teachers of vectors and of hidden states, once."""
         super().load_teachers()
         if self.distillation is not None and self.layer_teacher is None:
             self.layer_teacher = LayerTeacher(self.distillation, self.embedder)
-
-    def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        """The embedder, and the maps to the teacher's width if there are any."""
-        return [*super().sharded_parts(), *([(self.width_maps, ())] if self.width_maps is not None else [])]

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING
 from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
-    from embeddings.synthesis.client import Budget, ChatClient, EndpointError, Limits, Sampling
+    from embeddings.synthesis.client import ChatClient, EndpointError, Limits, Sampling
     from embeddings.synthesis.generate import Plan, SynthesisReport, regenerate_negatives, synthesize
     from embeddings.synthesis.prompts import METHODS, PromptOptions, Templates
 
 __all__ = [
     "METHODS",
-    "Budget",
     "ChatClient",
     "EndpointError",
     "Limits",

@@ -5,12 +5,15 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -20,14 +23,20 @@ from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
 from embeddings.common.text import one_line
-from embeddings.synthesis.validate import Answer
+from embeddings.synthesis.validate import Answer, RejectedAnswer, parse_answer
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 # `extra_body` must not set these fields: the job sets them itself.
 _RESERVED_FIELDS = frozenset({"messages", "model", "stream", "n"})
 _REFUSAL_STATUSES = frozenset({400, 403, 413, 422})
-_TEMPORARY_STATUSES = frozenset({402, 408, 409, 425, 429})
+_NO_MONEY = 402
+_TEMPORARY_STATUSES = frozenset({_NO_MONEY, 408, 409, 425, 429})
 _MAX_SHOWN_CHARACTERS = 160
+# The first wait before a retry, and the longest wait that an endpoint may ask for.
+FIRST_DELAY = 0.5
+_MAX_WAIT_SECONDS = 120.0
+# Answers of which a job reads the share of unusable ones: at least the first number, at most the second.
+FEW_ANSWERS, MANY_ANSWERS = 20, 50
 # Tokens that an endpoint's chat template adds to a prompt. Otherwise a prompt has at most one token per byte.
 _PROMPT_OVERHEAD = 64
 
@@ -44,19 +53,30 @@ class EndpointError(UserError):
 class Request(NamedTuple):
     """One prompt, sent as one user message; `key` is its name in the journal.
 
-    `wants_object` says whether the answer should be a JSON object.
+    `read` raises `RejectedAnswer` for an answer that cannot be used.
     """
 
     key: str
     prompt: str
     seed: int
+    read: Callable[[Any], object]
     wants_object: bool = True
 
 
-def make_request(name: str, prompt: str, seed: int, wants_object: bool = True) -> Request:
+def make_request(
+    name: str, prompt: str, seed: int, read: Callable[[Any], object], wants_object: bool = True
+) -> Request:
     """A request; its key contains a hash of the prompt, so that a saved answer is never used for another prompt."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
-    return Request(f"{name}/{digest}", prompt, derive_seed(seed, "request", name) % 2**31, wants_object)
+    return Request(f"{name}/{digest}", prompt, derive_seed(seed, "request", name) % 2**31, read, wants_object)
+
+
+def check_numbers(options: object, *above_zero: str, from_zero: str) -> None:
+    for name in (*above_zero, from_zero):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 or (value == 0 and name == from_zero)):
+            rule = "must be >= 0" if name == from_zero else "must be > 0"
+            raise OptionError(name, value, rule, "leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -80,10 +100,7 @@ class Sampling:
     extra_body: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and not 0 <= self.temperature <= 2:
-            raise OptionError("temperature", self.temperature, "must be between 0 and 2", "null omits it")
-        if self.max_answer_tokens < 1:
-            raise OptionError("max_answer_tokens", self.max_answer_tokens, "must be >= 1", "4096 is the default")
+        check_numbers(self, "max_answer_tokens", from_zero="temperature")
         if reserved := sorted(_RESERVED_FIELDS & set(self.extra_body or {})):
             raise OptionError("extra_body", reserved[0], "must not contain fields that the job sets", "remove it")
 
@@ -115,9 +132,12 @@ class Limits:
         max_attempts: Maximum requests for one record, if its answers are rejected.
         concurrency: Concurrent requests.
         requests_per_minute: Maximum requests per minute, including retries; None for no limit.
-        max_retries: Maximum retries of a failed request before the job stops. The waits are those that the endpoint
-            requests by `Retry-After`, up to two minutes, else 0.5 to 8 seconds.
+        max_retries: Maximum retries of a failed request before the job stops. A wait that the endpoint asks for
+            (`Retry-After`, up to two minutes) is obeyed and not counted; requests then follow at a lower rate.
         timeout_seconds: Longest wait for a part of an answer.
+        max_unusable: Share of unusable answers among the last 50, at least 20, above which the job stops.
+        token_budget: Maximum tokens of the job, prompts and answers, including earlier runs in the same folder. When it
+            is used up, the job ends with the records so far. None for no limit.
     """
 
     max_attempts: int = 3
@@ -125,179 +145,160 @@ class Limits:
     requests_per_minute: float | None = None
     max_retries: int = 16
     timeout_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("max_attempts", 1), ("concurrency", 1), ("max_retries", 0)):
-            if getattr(self, name) < minimum:
-                raise OptionError(name, getattr(self, name), f"must be >= {minimum}", "leave it out for the default")
-        for name in ("requests_per_minute", "timeout_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise OptionError(name, value, "must be > 0", "leave it out for the default")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Token budget and prices of a job.
-
-    Args:
-        token_budget: Maximum tokens of the job, prompts and answers, including earlier runs in the same folder. When it
-            is used up, the job ends with the records so far. None for no limit.
-        price_per_million_prompt_tokens: Price of a million prompt tokens, in any currency, for the cost report.
-        price_per_million_completion_tokens: Price of a million answer tokens.
-    """
-
+    max_unusable: float = 0.95
     token_budget: int | None = None
-    price_per_million_prompt_tokens: float | None = None
-    price_per_million_completion_tokens: float | None = None
 
     def __post_init__(self) -> None:
-        if self.token_budget is not None and self.token_budget < 1:
-            raise OptionError("token_budget", self.token_budget, "must be >= 1", "leave it out for no limit")
-        names = ("price_per_million_prompt_tokens", "price_per_million_completion_tokens")
-        prices = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        for name, price in prices.items():
-            if not 0 <= price < float("inf"):
-                raise OptionError(name, price, "must be >= 0", "leave it out for no cost report")
-            if len(prices) == 1:
-                raise OptionError(name, price, "needs the other price", "set both or neither")
+        above_zero = ("max_attempts", "concurrency", "requests_per_minute", "timeout_seconds", "token_budget")
+        check_numbers(self, *above_zero, from_zero="max_retries")
 
-    @property
-    def needs_counts(self) -> bool:
-        return self.token_budget is not None or self.price_per_million_prompt_tokens is not None
 
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        prices = self.price_per_million_prompt_tokens, self.price_per_million_completion_tokens
-        if prices[0] is None or prices[1] is None:
-            return None
-        return (prompt_tokens * prices[0] + completion_tokens * prices[1]) / 1e6
+class _Failure(NamedTuple):
+    """A request without an answer: the problem, and the seconds that the endpoint asks to wait, if it does."""
+
+    problem: str
+    wait: float | None = None
+    may_retry: bool = True
 
 
 class ChatClient:
-    """A client of one endpoint; the API key is read from the environment. OpenAI's client retries failed requests.
+    """A client of one endpoint; the API key is read from the environment. Failed requests are retried.
 
     Args:
         endpoint: Base URL, such as `http://localhost:8000/v1`.
         sampling: The model and its sampling options.
         limits: Limits on the use of the endpoint.
-
-    Attributes:
-        retries: Number of retries.
-        stopped: Whether failed requests are no longer retried.
     """
 
     def __init__(self, endpoint: str, sampling: Sampling, limits: Limits | None = None) -> None:
-        if not _is_http_url(endpoint):
+        if not endpoint.startswith(("http://", "https://")):
             raise OptionError("endpoint", endpoint, "must be an HTTP URL", "write it as http://HOST:PORT/v1")
         self.endpoint, self.sampling, self.limits = endpoint, sampling, limits or Limits()
         self.retries, self.stopped = 0, False
         self._openai: Any = require("openai", "synthesis")
         self._client: Any = None
-        self._next_start = 0.0
+        # The time of the next request, the seconds between requests, and the refusals since the last answer.
+        self._next_start, self._interval, self._num_refused = 0.0, 0.0, 0
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """The context in which `ask` may be called; connections belong to the current event loop."""
+        self._turn = asyncio.Lock()
         async with self._openai.AsyncOpenAI(
             base_url=self.endpoint,
             # The client requires a key; a server without authentication ignores it.
             api_key=os.environ.get(API_KEY_VARIABLE) or "none",
             timeout=self.limits.timeout_seconds,
-            max_retries=self.limits.max_retries,
-            http_client=self._openai.DefaultAsyncHttpxClient(
-                event_hooks={"request": [self._before_request], "response": [_check_response]}
-            ),
+            max_retries=0,
         ) as self._client:
             yield
 
-    async def _before_request(self, request: Any) -> None:
-        """Count a retry, and wait until the request may be sent."""
-        if int(request.headers.get("x-stainless-retry-count", 0)):
-            if self.stopped:
-                raise self._openai.OpenAIError("the job has stopped")
-            if not self.retries:
-                logger.warning("%s: retrying, each request at most %d times", self.endpoint, self.limits.max_retries)
-            self.retries += 1
-        if self.limits.requests_per_minute is not None:
-            now = asyncio.get_running_loop().time()
-            start = max(now, self._next_start)
-            self._next_start = start + 60 / self.limits.requests_per_minute
-            await asyncio.sleep(start - now)
-
     async def ask(self, request: Request) -> Answer:
-        """The answer to a request; a refusal of the prompt is an answer too.
+        """The answer to a request; a refusal of the prompt is an answer too."""
+        num_failures = 0
+        while True:
+            await self._wait_for_turn()
+            if self.stopped:
+                raise EndpointError(self.endpoint, "the job has stopped")
+            found = await self._send(request)
+            if isinstance(found, Answer):
+                self._interval, self._num_refused = self._interval * 0.9, 0
+                return found
+            if found.wait is None:
+                num_failures += 1
+            else:
+                self._slow_down(found.wait)
+            is_last = num_failures > self.limits.max_retries
+            is_last |= self._num_refused > self.limits.max_retries * self.limits.concurrency
+            if is_last or self.stopped or not found.may_retry:
+                raise EndpointError(self.endpoint, found.problem)
+            if not self.retries:
+                logger.warning(
+                    "%s: %s; retrying at most %d times", self.endpoint, found.problem, self.limits.max_retries
+                )
+            self.retries += 1
+            if found.wait is None:
+                await asyncio.sleep(min(8.0, FIRST_DELAY * 2 ** (num_failures - 1)) * random.uniform(0.75, 1.0))
 
-        An `EndpointError` says that the last retry failed, an `InputError` that the URL, the key or the model is wrong.
-        """
-        body, extra = self.sampling.body(request), dict(self.sampling.extra_body or {})
+    async def _wait_for_turn(self) -> None:
+        async with self._turn:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._next_start - now)
+            per_minute = self.limits.requests_per_minute
+            interval = max(self._interval, 60 / per_minute if per_minute else 0.0)
+            self._next_start = max(now, self._next_start) + interval
+
+    def _slow_down(self, wait: float) -> None:
+        """Obey a rate limit: no request before the wait, and then one at a time instead of all that waited."""
+        self._num_refused += 1
+        self._next_start = max(self._next_start, asyncio.get_running_loop().time() + wait)
+        self._interval = min(wait, max(2 * self._interval, wait / self.limits.concurrency))
+
+    async def _send(self, request: Request) -> Answer | _Failure:
+        create = self._client.chat.completions.with_raw_response.create
         try:
-            return _read_answer(await self._client.chat.completions.create(**body, extra_body=extra))
+            response = await create(**self.sampling.body(request), extra_body=dict(self.sampling.extra_body or {}))
+            answer = _read_answer(response.text)
+            return answer or _Failure(f"status 200 without an answer: {_reason(response.text)}")
         except self._openai.APITimeoutError:
-            raise EndpointError(self.endpoint, f"no answer in {self.limits.timeout_seconds:g} s") from None
+            return _Failure(f"no answer in {self.limits.timeout_seconds:g} s")
         except self._openai.APIStatusError as error:
-            return self._refusal(error)
+            status, problem = error.status_code, f"status {error.status_code}: {_reason(error.response.text)}"
+            if status in _REFUSAL_STATUSES:
+                return Answer(None, refused=problem)
+            if status in _TEMPORARY_STATUSES or status >= 500:
+                wait = _retry_after(error.response.headers.get("retry-after", ""))
+                return _Failure(problem, wait, may_retry=status != _NO_MONEY and (wait or 0) <= _MAX_WAIT_SECONDS)
+            fix = f"check --endpoint, --model and the environment variable {API_KEY_VARIABLE}"
+            raise InputError(self.endpoint, f"answers with {problem}", fix) from None
         except self._openai.OpenAIError as error:
-            reason = one_line(str(error.__cause__ or error), _MAX_SHOWN_CHARACTERS)
-            raise EndpointError(self.endpoint, f"no connection ({reason})") from None
-
-    def _refusal(self, error: Any) -> Answer:
-        """The refusal that an HTTP error status means; other statuses raise one of the errors of `ask`."""
-        status, body = int(error.status_code), error.body
-        text = body.get("message") if isinstance(body, dict) else body
-        message = one_line(str(text), _MAX_SHOWN_CHARACTERS)
-        if status in _REFUSAL_STATUSES:
-            return Answer(None, refused=f"status {status}: {message}")
-        if status in _TEMPORARY_STATUSES or status >= 500:
-            raise EndpointError(self.endpoint, f"status {status} ({message})")
-        fix = f"check --endpoint, --model and the environment variable {API_KEY_VARIABLE}"
-        raise InputError(self.endpoint, f"answers with status {status} ({message})", fix)
+            return _Failure(f"no connection ({one_line(str(error.__cause__ or error), _MAX_SHOWN_CHARACTERS)})")
 
 
-async def _check_response(response: Any) -> None:
-    """Turn a response without `choices`, such as a proxy's page, into a server error, which is retried."""
-    if response.status_code == 200:
-        try:
-            is_completion = "choices" in json.loads(await response.aread())
-        except (ValueError, TypeError, RecursionError):
-            is_completion = False
-        if not is_completion:
-            response.status_code = 502
-
-
-def _read_answer(completion: Any) -> Answer:
-    """The answer in a response, whose fields OpenAI's client does not validate."""
+def _read_answer(text: str) -> Answer | None:
+    """The answer in the body of a response; None if it is no completion, such as a proxy's page."""
     try:
-        choice, usage = completion.choices[0], completion.usage
-        text, refusal = choice.message.content, choice.message.refusal
+        fields = json.loads(text)
+        choices = fields["choices"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    try:
+        message, usage = choices[0]["message"], fields.get("usage") or {}
+        content, refusal = message.get("content"), message.get("refusal")
         return Answer(
-            text if isinstance(text, str) else None,
-            choice.finish_reason,
+            content if isinstance(content, str) else None,
+            choices[0].get("finish_reason"),
             one_line(refusal, _MAX_SHOWN_CHARACTERS) if refusal else None,
-            usage.prompt_tokens if usage else None,
-            usage.completion_tokens if usage else None,
+            usage.get("prompt_tokens"),
+            usage.get("completion_tokens"),
         )
     except (AttributeError, LookupError, TypeError):
         return Answer(None, refused="the response is not a chat completion")
 
 
-def _is_http_url(endpoint: str) -> bool:
-    try:
-        parts = urlsplit(endpoint)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+def _reason(text: str) -> str:
+    """The reason in the body of a response without an answer, or an excerpt of it."""
+    with suppress(ValueError, AttributeError, RecursionError):
+        fields = json.loads(text)
+        reason = fields.get("error") or fields.get("detail") or fields.get("message") or text
+        text = str(reason.get("message") or reason) if isinstance(reason, dict) else str(reason)
+    return one_line(text, _MAX_SHOWN_CHARACTERS)
+
+
+def _retry_after(value: str) -> float | None:
+    """The wait that an endpoint asks for, a number of seconds or a date; None if there is none."""
+    seconds = 0.0
+    with suppress(ValueError):
+        seconds = parsedate_to_datetime(value).timestamp() - time.time()
+    with suppress(ValueError):
+        seconds = float(value)
+    return seconds if seconds > 0 else None
 
 
 class Journal:
     """A file of answers by the key of their request, one JSON line each, on disk before `append` returns.
 
-    An incomplete last line, from a killed process, is removed when the file is opened again. Any earlier line that is
-    not an answer is an `InputError`.
-
-    Attributes:
-        prompt_tokens: Tokens of all prompts so far, as reported by the endpoint.
-        completion_tokens: Tokens of all answers so far, as reported by the endpoint.
-        num_answers: Answers so far without refusals.
+    An incomplete last line, from a killed process, is removed when the file is opened again.
     """
 
     def __init__(self, path: Path, file: io.FileIO) -> None:
@@ -324,11 +325,9 @@ class Journal:
         return len(self._answers)
 
     def get(self, key: str) -> Answer | None:
-        """The answer to a request, or None if there is none yet."""
         return self._answers.get(key)
 
     def append(self, key: str, answer: Answer) -> None:
-        """Save the first and only answer to a request."""
         assert key not in self._answers
         # ASCII escapes, since an answer may contain unpaired surrogates.
         line = json.dumps({"key": key, **answer._asdict()}).encode("ascii") + b"\n"
@@ -371,14 +370,15 @@ class RequestRunner:
     """Sends requests to an endpoint and saves the answers in a journal; an answered request is never sent again.
 
     If the job must stop, answers to requests in flight are still awaited and saved. With a token budget, no request is
-    sent that could exceed it, if the endpoint's tokenizer makes at most one token per byte; `exhausted` says whether a
-    request was not sent for this reason.
+    sent that could exceed it, if the endpoint's tokenizer makes at most one token per byte.
     """
 
-    def __init__(self, client: ChatClient, journal: Journal, budget: Budget) -> None:
-        self.client, self.journal, self.budget = client, journal, budget
+    def __init__(self, client: ChatClient, journal: Journal) -> None:
+        self.client, self.journal = client, journal
         self.exhausted = client.stopped = False
         self._failure: Exception | None = None
+        # The last answers: None for a usable one.
+        self._recent: deque[str | None] = deque(maxlen=MANY_ANSWERS)
         # One event loop for the whole job, since connections belong to an event loop.
         self._loop, self._connection = asyncio.Runner(), client.connected()
 
@@ -391,7 +391,7 @@ class RequestRunner:
         self._loop.close()
 
     def run(self, requests: Iterable[Request], total: int, title: str) -> None:
-        """Send the requests that have no answer yet, iterating lazily; the errors are those of `ChatClient.ask`."""
+        """Send the requests that have no answer yet, iterating lazily."""
         with progress_bar(total, title, "answer") as bar:
             self._loop.run(self._run(requests, bar))
         if self._failure is not None:
@@ -422,14 +422,15 @@ class RequestRunner:
         await asyncio.gather(*running)
 
     def _exceeds(self, num_tokens: int) -> bool:
-        """Whether so many more tokens might exceed the budget."""
-        spent = self.journal.prompt_tokens + self.journal.completion_tokens
-        return self.budget.token_budget is not None and spent + num_tokens > self.budget.token_budget
+        spent, budget = self.journal.prompt_tokens + self.journal.completion_tokens, self.client.limits.token_budget
+        return budget is not None and spent + num_tokens > budget
 
     async def _ask(self, request: Request, bar: "tqdm[Any]") -> None:
         try:
-            self._save(request, await self.client.ask(request))
+            answer = await self.client.ask(request)
+            self._save(request, answer)
             bar.update()
+            self._check_usable(request, answer)
         except Exception as error:
             self._failure = self._failure or error
             self.client.stopped = True
@@ -441,6 +442,30 @@ class RequestRunner:
             hint = "check the model and the options of the request"
             raise InputError(self.client.endpoint, f"refuses the request ({answer.refused})", hint)
         self.journal.append(request.key, answer)
-        if answer.refused is None and answer.prompt_tokens is None and self.budget.needs_counts:
-            hint = "leave token_budget and the prices out"
-            raise InputError(self.client.endpoint, "does not report the tokens of its answers", hint)
+        has_no_count = answer.refused is None and answer.prompt_tokens is None
+        if has_no_count and self.client.limits.token_budget is not None:
+            raise InputError(
+                self.client.endpoint, "does not report the tokens of its answers", "leave token_budget out"
+            )
+
+    def _check_usable(self, request: Request, answer: Answer) -> None:
+        """Stop the job if most of the last answers are unusable."""
+        try:
+            request.read(parse_answer(answer))
+            self._recent.append(None)
+        except RejectedAnswer as rejected:
+            self._recent.append(described(rejected.reason, answer.content or rejected.detail))
+        unusable, number = [reason for reason in self._recent if reason is not None], len(self._recent)
+        if number >= FEW_ANSWERS and len(unusable) > self.client.limits.max_unusable * number:
+            raise unusable_error(self.client.sampling.model, f"{len(unusable)} of the last {number}", unusable)
+
+
+def described(reason: str, text: str) -> str:
+    """A rejected answer in a few words: the reason, and an excerpt of its text."""
+    return f"{reason.replace('_', ' ')}: {one_line(text, _MAX_SHOWN_CHARACTERS // 2)!r}"
+
+
+def unusable_error(model: str, share: str, answers: Sequence[str]) -> InputError:
+    """The error of a model whose answers cannot be used; two of them are shown."""
+    problem = f"{share} answers are unusable, such as {' and '.join(answers[-2:])}"
+    return InputError(model, problem, "use another model or other prompts (all answers are in journal.jsonl)")

@@ -18,7 +18,15 @@ from embeddings.data.records import Record
 from embeddings.data.samplers.base import Apportionment
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.synthesis.client import Budget, ChatClient, Request, RequestRunner, make_request, open_journal
+from embeddings.synthesis.client import (
+    ChatClient,
+    Request,
+    RequestRunner,
+    described,
+    make_request,
+    open_journal,
+    unusable_error,
+)
 from embeddings.synthesis.prompts import (
     METHODS,
     REGENERATED_FIELD,
@@ -29,8 +37,6 @@ from embeddings.synthesis.prompts import (
     reference_tasks,
 )
 from embeddings.synthesis.validate import (
-    Draft,
-    Parsed,
     Reason,
     RejectedAnswer,
     normalised,
@@ -47,19 +53,16 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One record to generate; `read` converts an answer's JSON to the record, or raises `RejectedAnswer`.
-
-    `is_unique` says whether its query must differ from those of earlier records of the same file.
-    """
+    """One record to generate; `read` converts an answer's JSON to the record, or raises `RejectedAnswer`."""
 
     id: str
     file: str
     prompt: str
-    read: Callable[[Parsed], Draft]
+    read: Callable[[Any], dict[str, Any]]
     is_unique: bool = True
 
     def request(self, seed: int, attempt: int) -> Request:
-        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed)
+        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read)
 
 
 class Rejection(NamedTuple):
@@ -71,23 +74,17 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The results of the items: `records` are the file and fields of each accepted record, by the item's index.
-
-    `num_unasked` items have no answer because the budget was used up.
-    """
+    """The results of the items: `records` are the file and fields of each accepted record, by the item's index."""
 
     records: dict[int, tuple[str, Fields]] = field(default_factory=dict)
     rejections: list[Rejection] = field(default_factory=list)
-    repairs: Counter[str] = field(default_factory=Counter)
     num_unasked: int = 0
 
 
 def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, seed: int) -> Outcome:
     """Request all items, and again those whose answers are rejected, up to the client's `max_attempts`.
 
-    `items` must return the same items in every call. Each round's answers are checked when all have arrived, in the
-    order of the items. So the accepted records depend on the answers only, not on their order of arrival or on
-    interruptions, even where queries repeat.
+    Answers are checked in the order of the items, so the accepted records do not depend on their order of arrival.
     """
     if runner.exhausted:
         return Outcome(num_unasked=total)
@@ -104,16 +101,15 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
                 outcome.num_unasked += attempt == 0
                 continue
             try:
-                draft = item.read(parse_answer(answer))
-                key = (item.file, text_hash(normalised(draft.fields["query"])))
+                fields = item.read(parse_answer(answer))
+                key = (item.file, text_hash(normalised(fields["query"])))
                 if item.is_unique and key in seen:
-                    raise RejectedAnswer("duplicate_query", draft.fields["query"])
+                    raise RejectedAnswer("duplicate_query", fields["query"])
             except RejectedAnswer as rejected:
                 outcome.rejections.append(Rejection(item.id, attempt, rejected.reason, rejected.detail))
                 continue
             seen.add(key)
-            outcome.records[index] = item.file, draft.fields
-            outcome.repairs.update(set(draft.repairs))
+            outcome.records[index] = item.file, fields
         if runner.exhausted or len(outcome.records) == total:
             break
     return outcome
@@ -127,34 +123,26 @@ class SynthesisReport:
         num_wanted: Records requested.
         num_records: Records written, by file.
         rejected: Rejected answers, by reason.
-        repaired: Accepted answers that were repaired, by repair.
         num_given_up: Records of which all answers were rejected.
         num_unasked: Records that were not requested because the token budget was used up.
-        num_answers: Answers received.
-        prompt_tokens, completion_tokens: Their tokens, as reported by the endpoint.
         retries: Retries in the last run.
-        cost: Price of the tokens, or None without prices.
         complete: Whether all requests were sent.
     """
 
     num_wanted: int
     num_records: dict[str, int]
     rejected: dict[str, int]
-    repaired: dict[str, int]
     num_given_up: int
     num_unasked: int
     num_answers: int
     prompt_tokens: int
     completion_tokens: int
     retries: int = 0
-    cost: float | None = None
     complete: bool = True
 
 
 @dataclass
 class Job:
-    """The folder and requests of a synthesis job; `task_rejections` are the rejected answers of stage one."""
-
     folder: Path
     runner: RequestRunner
     fields: Fields
@@ -164,29 +152,32 @@ class Job:
         self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
     ) -> SynthesisReport:
         """Request the items, then write each file, the lines of `extra_files`, and the manifest."""
+        if (finished := self.finished_report()) is not None:
+            return finished
         outcome = run_rounds(items, total, self.runner, seed)
+        if total and not outcome.records and not self.runner.exhausted:
+            rejected = [described(rejection.reason, rejection.detail) for rejection in outcome.rejections]
+            raise unusable_error(self.runner.client.sampling.model, f"all {len(rejected)}", rejected)
         records: dict[str, list[str]] = {}
         for _, (name, fields) in sorted(outcome.records.items()):
             records.setdefault(name, []).append(json.dumps(fields, ensure_ascii=False) + "\n")
         rejections = [*self.task_rejections, *outcome.rejections]
-        rejected = (json.dumps(item._asdict()) + "\n" for item in rejections)
-        files = {**records, **extra_files, "rejected.jsonl": rejected}
+        lines = (json.dumps(item._asdict()) + "\n" for item in rejections)
+        files = {**records, **extra_files, "rejected.jsonl": lines}
         for name, content in files.items():
             with atomic_path(self.folder / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(content)
-        journal, budget = self.runner.journal, self.runner.budget
+        journal = self.runner.journal
         report = SynthesisReport(
             num_wanted=total,
             num_records={name: len(lines) for name, lines in sorted(records.items())},
             rejected=dict(Counter(item.reason for item in rejections).most_common()),
-            repaired=dict(outcome.repairs.most_common()),
             num_given_up=total - len(outcome.records) - outcome.num_unasked,
             num_unasked=outcome.num_unasked,
             num_answers=len(journal),
             prompt_tokens=journal.prompt_tokens,
             completion_tokens=journal.completion_tokens,
             retries=self.runner.client.retries,
-            cost=budget.cost(journal.prompt_tokens, journal.completion_tokens),
             complete=not self.runner.exhausted,
         )
         previous = check_manifest(self.folder, {}).get("files", {})
@@ -194,28 +185,26 @@ class Job:
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
         write_manifest(self.folder, {**self.fields, **facts})
         # An earlier run may have written more files.
-        for name in set(previous) - set(hashes):
+        for name in set(previous) - set(files):
             (self.folder / name).unlink(missing_ok=True)
         return report
 
-
-def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
-    """The report of a job that was completed with these fields and whose files exist, or None."""
-    if not (folder / "manifest.json").is_file():
-        return None
-    manifest = check_manifest(folder, {})
-    if not manifest.get("complete") or any(manifest.get(name) != value for name, value in fields.items()):
-        return None
-    for name, digest in manifest["files"].items():
-        if not (folder / name).is_file():
+    def finished_report(self) -> SynthesisReport | None:
+        """The report of an earlier run that finished this job, if all of its files exist; none may have changed."""
+        manifest = check_manifest(self.folder, {})
+        if not manifest["complete"] or any(manifest.get(name) != value for name, value in self.fields.items()):
             return None
-        if file_hash(folder / name) != digest:
-            raise InputError(str(folder / name), "is not the file that the job wrote", "delete it and run again")
-    return SynthesisReport(**manifest["report"])
+        for name, digest in manifest["files"].items():
+            path = self.folder / name
+            if not path.is_file():
+                return None
+            if file_hash(path) != digest:
+                raise InputError(str(path), "is not the file that the job wrote", "delete it and run again")
+        return SynthesisReport(**manifest["report"])
 
 
 @contextmanager
-def open_job(folder: Path, identity: Fields, size: Fields, client: ChatClient, budget: Budget | None) -> Iterator[Job]:
+def open_job(folder: Path, identity: Fields, size: Fields, client: ChatClient) -> Iterator[Job]:
     """The job of a folder, which is created if needed and locked by this process during the context.
 
     `identity` determines prompts and records, so an earlier run must have the same; `size` may change between runs.
@@ -225,7 +214,7 @@ def open_job(folder: Path, identity: Fields, size: Fields, client: ChatClient, b
         fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
         with (
             open_journal(journal_path) as journal,
-            RequestRunner(client, journal, budget or Budget()) as runner,
+            RequestRunner(client, journal) as runner,
         ):
             yield Job(folder, runner, fields)
 
@@ -251,9 +240,6 @@ class Plan:
             for the method's shares.
         tasks: The `tasks.jsonl` of another job, to use instead of brainstorming.
         seed: Seed of tasks, placeholders and requests.
-
-    Raises:
-        OptionError: If a number is below 1, or a share is invalid.
     """
 
     method: MethodName = "mgh"
@@ -268,8 +254,6 @@ class Plan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
-        if self.tasks is not None and self.num_tasks is not None:
-            raise OptionError("num_tasks", self.num_tasks, "has no effect with tasks", "leave one of the two out")
         names = {category.name for category in self.recipe.categories}
         for name, share in (self.shares or {}).items():
             if name not in names:
@@ -303,7 +287,6 @@ class Plan:
         return Apportionment(list(self.weights.values()))
 
     def tasks_wanted(self) -> dict[str, int]:
-        """Number of tasks of each category, at least one."""
         num_tasks = self.num_tasks if self.num_tasks is not None else max(1, self.total // 2)
         counts = self._apportionment.counts(num_tasks)
         return {name: max(1, count) for name, count in zip(self.weights, counts, strict=True)}
@@ -318,14 +301,7 @@ class Plan:
             previous = counts
 
 
-def synthesize(
-    output: Path,
-    plan: Plan,
-    templates: Templates,
-    client: ChatClient,
-    *,
-    budget: Budget | None = None,
-) -> SynthesisReport:
+def synthesize(output: Path, plan: Plan, templates: Templates, client: ChatClient) -> SynthesisReport:
     """Write synthetic training records in two stages, with one file per category.
 
     Stage one requests lists of tasks until each category has enough different ones. Stage two requests one example for
@@ -335,9 +311,8 @@ def synthesize(
     again. Every written record is valid training data.
 
     The folder contains `CATEGORY.jsonl`, `tasks.jsonl`, `rejected.jsonl` (items, attempts and reasons), `journal.jsonl`
-    (all answers) and `manifest.json` (the options that determine the records, and the report). All of them except the
-    journal depend only on plan, templates, sampling and the answers, unless the token budget ends the job. An answered
-    request is never sent again; a request in flight when the process is killed is.
+    (all answers) and `manifest.json` (the options that determine the records, and the report). An answered request is
+    never sent again; a request in flight when the process is killed is.
 
     Args:
         output: A folder that is new, empty, or from an earlier run of the same job, which is resumed. A resumed job may
@@ -345,11 +320,6 @@ def synthesize(
         plan: What to generate.
         templates: The prompts.
         client: The endpoint, and the limits on its use.
-        budget: Token budget and prices; when the budget is used up, the job ends with the records so far.
-
-    Raises:
-        InputError: If the folder is another job's, or the URL, the key or the model is wrong.
-        EndpointError: If the last retry of a request failed.
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
         section 4.3, Tables 15 and 16. Differs: the prompts are ours, written to the papers' specification;
@@ -369,9 +339,7 @@ def synthesize(
         **client.sampling.fields,
     }
     size = {"num_examples": plan.total, "max_attempts": client.limits.max_attempts}
-    if (report := finished_report(output, {**identity, **size})) is not None:
-        return report
-    with open_job(output, identity, size, client, budget) as job:
+    with open_job(output, identity, size, client) as job:
         # If the budget ends stage one, the lists are shorter than those of a full run.
         for name, num_tasks in plan.tasks_wanted().items() if plan.tasks is None else ():
             category = plan.recipe.category(name)
@@ -383,7 +351,6 @@ def synthesize(
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
-    """The items of a plan for the tasks of each category."""
     for category, index in plan.order():
         task = tasks[category.name][index % len(tasks[category.name])]
         prompt, name = templates.example(category, task, plan.seed, index), f"{category.name}-{index}"
@@ -412,10 +379,7 @@ def dry_run(plan: Plan, templates: Templates) -> str:
 def brainstorm(
     category: Category, num_tasks: int, templates: Templates, runner: RequestRunner, seed: int
 ) -> tuple[list[str], list[Rejection]]:
-    """Request lists of tasks until there are enough different ones; returns up to `num_tasks`, and the rejections.
-
-    Each round requests as many lists as the missing tasks need, so it depends on earlier answers only.
-    """
+    """Request lists of tasks until there are enough different ones; returns up to `num_tasks`, and the rejections."""
     tasks: dict[str, str] = {}
     rejections: list[Rejection] = []
     call = 0
@@ -426,8 +390,8 @@ def brainstorm(
         calls = range(call, call + -(-missing // templates.method.tasks_per_list))
         call = calls.stop
         requests = [
-            make_request(f"tasks/{category.name}/{number}", templates.brainstorm(category, seed, number), seed, False)
-            for number in calls
+            make_request(f"tasks/{category.name}/{n}", templates.brainstorm(category, seed, n), seed, read_tasks, False)
+            for n in calls
         ]
         runner.run(requests, len(requests), f"tasks, {category.name}")
         for number, request in zip(calls, requests, strict=True):
@@ -443,9 +407,8 @@ def brainstorm(
             for task in new_tasks:
                 tasks.setdefault(normalised(task), task)
     if not tasks and not runner.exhausted:
-        reasons = ", ".join(sorted({rejection.reason for rejection in rejections}))
-        problem = f"returned no task of {category.name} in {call} answers ({reasons})"
-        raise InputError(runner.client.sampling.model, problem, "try another model, or more max_answer_tokens")
+        shown = [described(rejection.reason, rejection.detail) for rejection in rejections]
+        raise unusable_error(runner.client.sampling.model, f"{category.name}: all {call}", shown)
     if len(tasks) < num_tasks:
         logger.warning("%s: %d different tasks, %d were requested", category.name, len(tasks), num_tasks)
     return list(tasks.values())[:num_tasks], rejections
@@ -478,13 +441,11 @@ def regenerate_negatives(
     client: ChatClient,
     *,
     seed: int = 0,
-    budget: Budget | None = None,
 ) -> SynthesisReport:
     """Write the records of a source with four new negatives each, of the levels 1 (hardest) to 4.
 
     All other fields are unchanged. The prompt shows the query and the first positive. A record of which all answers are
     rejected is omitted, and `rejected.jsonl` contains its row and the reasons: `row-0` is the source's first record.
-
     The records are written to `records.jsonl`; for all else see `synthesize`. The templates are MGH's.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
@@ -499,10 +460,8 @@ def regenerate_negatives(
         **client.sampling.fields,
     }
     size = {"max_attempts": client.limits.max_attempts}
-    if (report := finished_report(output, {**identity, **size})) is not None:
-        return report
     total, items = len(cached.table), partial(pair_items, source, cached, templates)
-    with open_job(output, identity, size, client, budget) as job:
+    with open_job(output, identity, size, client) as job:
         return job.run(items, total, seed, {})
 
 

@@ -48,8 +48,7 @@ class Category:
         negative_fields: Field of each negative, hardest first; if `graded`, the one field of the list of negatives.
         graded: Whether the negatives are one list of four with levels.
         placeholders: Possible values of each placeholder, of which one is drawn for each prompt.
-        label: Whether positive and negatives are labels of the query. If so, the query must not contain the label;
-            otherwise no document may contain the query.
+        label: Whether positive and negatives are labels of the query.
         instruction: Instruction of the records; None for the task.
     """
 
@@ -65,10 +64,7 @@ class Category:
 
 @dataclass(frozen=True)
 class Method:
-    """The data of one paper: its name, also that of its folder of templates, and its categories with their shares.
-
-    `tasks_per_list` is the number of tasks that one brainstorming prompt requests.
-    """
+    """The data of one paper: its name, also that of its folder of templates, and its categories with their shares."""
 
     name: MethodName
     categories: tuple[Category, ...]
@@ -145,11 +141,6 @@ class PromptOptions:
         if self.templates is not None and not self.templates.is_dir():
             hint = "leave it out for the package's templates"
             raise OptionError("templates", str(self.templates), "must be a folder", hint)
-        if self.languages is not None and not all(language.strip() for language in self.languages or [""]):
-            rule = "must name at least one language"
-            raise OptionError("languages", list(self.languages), rule, "leave it out for English")
-        if self.num_seeds < 1:
-            raise OptionError("num_seeds", self.num_seeds, "must be >= 1", "leave seeds out to use none")
 
 
 class Templates:
@@ -161,12 +152,7 @@ class Templates:
 
     Args:
         method: The method.
-        options: Options of the prompts; None for the package's templates in English. Categories without records in the
-            folder of seeds have no seeds.
-
-    Raises:
-        OptionError: If languages are set for a method without them.
-        InputError: If a template or the folder of seeds cannot be used.
+        options: Options of the prompts; None for the package's templates in English.
     """
 
     def __init__(self, method: Method, options: PromptOptions | None = None) -> None:
@@ -216,13 +202,11 @@ class Templates:
         return self._seeds.get(category.name, "") + self._texts[f"example_{category.name}.txt"].substitute(values)
 
     def drawn(self, category: Category, seed: int, index: int) -> dict[str, str]:
-        """The values of an example's placeholders, each drawn independently."""
         choices: Mapping[str, Sequence[str]] = {**category.placeholders, "language": self.languages}
         seeds = {name: derive_seed(seed, "placeholder", category.name, index, name) for name in choices}
         return {name: values[seeds[name] % len(values)] for name, values in choices.items()}
 
     def negatives(self, query: str, positive: str) -> str:
-        """The prompt for four negatives of an existing pair."""
         return self._texts["negatives.txt"].substitute(query=query, positive=positive)
 
     def _read(self, name: str, known: Iterable[str], required: Iterable[str]) -> None:
@@ -257,7 +241,6 @@ def _seed_block(path: Path, category: Category, num_seeds: int) -> str:
 
 
 def reference_tasks(category: Category) -> list[str]:
-    """The reference tasks of a category, of which a brainstorming prompt shows two."""
     return (_FOLDER / "reference_tasks" / f"{category.name}.txt").read_text(encoding="utf-8").splitlines()
 
 

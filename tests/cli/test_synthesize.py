@@ -24,18 +24,16 @@ def run(endpoint, *options):
     return main(["synthesize", "--endpoint", endpoint, "--model", "m", "--output", "out", *options])
 
 
-def test_records_are_written_and_the_report_has_their_cost(work, capsys):
+def test_records_are_written_and_reported(work, capsys):
     with chat_server(answers_badly) as server:
         options = ["--num-examples", "20", "--num-tasks", "10", "--method", "nv_embed", "--seed=4"]
-        prices = ["--price-per-million-prompt-tokens", "2.5", "--price-per-million-completion-tokens", "10"]
-        assert run(server.endpoint, *options, *prices) == 0
+        assert run(server.endpoint, *options) == 0
         printed = capsys.readouterr().out
-        assert run(server.endpoint, *options, *prices) == 0
+        assert run(server.endpoint, *options) == 0
         assert capsys.readouterr().out == printed
         spent = len(server.requests)
     assert f"{spent} answers, " in printed
     assert "  rejected: not json" in printed
-    assert "\ncost 0." in printed
     names = {path.name for path in (work / "out").iterdir()}
     assert names >= {"short_long.jsonl", "long_short.jsonl", "short_short.jsonl", "tasks.jsonl", "manifest.json"}
     manifest = json.loads((work / "out" / "manifest.json").read_text())
@@ -85,6 +83,17 @@ def test_a_refusing_server_ends_with_code_2_and_nothing_is_written(status, work,
     assert list(work.iterdir()) == []
 
 
+def test_a_model_whose_answers_are_unusable_ends_the_job_with_code_2(work, capsys):
+    tasks = [{"category": name, "task": "Some task."} for name in ("short_long", "long_short", "short_short")]
+    (work / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    with chat_server(lambda prompt, seed, count: Reply("I'm sorry, but I cannot.")) as server:
+        assert run(server.endpoint, "--method", "nv_embed", "--num-examples", "60", "--tasks", "tasks.jsonl") == 2
+        assert len(server.requests) < 30
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert 'm: 20 of the last 20 answers are unusable, such as not json: "I\'m sorry, but I cannot." and not' in error
+    assert (work / "out" / "journal.jsonl").exists()
+
+
 def test_a_judge_reports_the_similarity_of_levels_and_is_loaded_before_any_request(work, model, capsys):
     with chat_server() as server:
         assert run(server.endpoint, "--judge", "nowhere") == 2
@@ -100,7 +109,7 @@ def test_a_judge_reports_the_similarity_of_levels_and_is_loaded_before_any_reque
 BAD = [
     (["--method", "e5"], "method"),
     (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
-    (["--max-attempts", "0"], "max_attempts must be >= 1"),
+    (["--max-attempts", "0"], "max_attempts must be > 0"),
     (["--regenerate-negatives", "bad.jsonl"], "bad.jsonl:1"),
     (["--output", "bad.jsonl"], "bad.jsonl: already exists and has no manifest"),
 ]

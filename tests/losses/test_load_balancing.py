@@ -70,14 +70,7 @@ def test_the_z_loss_is_the_mean_square_of_logsumexp() -> None:
     torch.testing.assert_close(router_z_loss(sums, torch.tensor(7)), logits.exp().sum(-1).log().square().mean())
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"coefficient": -1.0}, "load_balancing.coefficient must be >= 0, got -1.0; 0 disables it"),
-        ({"z_coefficient": float("nan")}, "load_balancing.z_coefficient must be >= 0, got nan"),
-        ({"normalization": "switch"}, "load_balancing.normalization must be balanced, paper or transformers"),
-    ],
-)
-def test_invalid_settings_are_refused(options: dict[str, object], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        LoadBalancing(**options)  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [{"coefficient": -1.0}, {"z_coefficient": float("nan")}])
+def test_invalid_weights_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match=rf"load_balancing\.{next(iter(options))} must be >= 0"):
+        LoadBalancing(**options)

@@ -107,34 +107,3 @@ def test_tokens_that_are_not_pooled_are_not_targets() -> None:
     assert torch.equal(words(vectors, masked), other(vectors, tokens([[1, 5, 7, 2]])))
     assert words.count_V.tolist() == [float(word in (5, 7)) for word in range(12)]
     assert not torch.equal(words(vectors, masked), other(vectors, tokens([[1, 3, 5, 7, 2]])))
-
-
-def test_the_sum_of_a_texts_word_vectors_has_a_lower_loss_than_other_vectors() -> None:
-    def loss(vector: Tensor) -> Tensor:
-        words = WordPrediction(table, SPECIAL)
-        words.count_V += 1
-        return words(vector, text)
-
-    table, text = torch.eye(12, 12), tokens([[1, 5, 7, 9, 2]])
-    own = table[[5, 7, 9]].sum(dim=0, keepdim=True)
-    assert loss(own) < loss(table[[5, 7, 10]].sum(dim=0, keepdim=True))
-    assert loss(own) < loss(own - 2 * table[:3].sum(dim=0))
-
-
-def test_frequent_words_do_not_attract_vectors() -> None:
-    """If the counts show that two texts' common word is frequent, its direction hardly lowers the loss."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.nn.functional.normalize(torch.randn(400, 64, generator=generator), dim=-1)
-    vector = torch.randn(1, 64, generator=generator).requires_grad_()
-    texts = tokens([[1, 5, 7, 2], [1, 5, 9, 2]])
-    pulls = []
-    for seen in (0.0, 1e4):
-        words = WordPrediction(table, SPECIAL)
-        words.count_V[5] = seen
-        # The prior probability of the common word is then 1/2, as is its share of each text's words.
-        words.count_V[10:] = seen / 390
-        (gradient,) = torch.autograd.grad(words(vector.expand(2, -1), texts), vector)
-        pulls.append(float(-gradient[0] @ words.table_VH[5]))
-    without_counts, with_counts = pulls
-    assert without_counts > 0
-    assert abs(with_counts) < 0.3 * without_counts

@@ -10,8 +10,7 @@ from embeddings.common import OptionError, TokenBatch
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, make_bidirectional, poolings, unpadded
 from embeddings.models import backbone as layers_module
 from embeddings.models.attention_capture import attention_layers
-from embeddings.modules import CDEModule, MaskedLMModule, NVEmbedModule
-from embeddings.modules.distillation import LayerDistillation
+from embeddings.modules import CDEModule, NVEmbedModule
 from tests.helpers.contrastive import gradient_vector, relative_error
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
@@ -250,7 +249,3 @@ def test_methods_use_the_unpadded_option_of_their_backbone(tmp_path):
             assert (module.embedder.unpadding is not None) is expected
     assert BackboneConfig(folder, compile=True).unpadded_mode is False
     assert BackboneConfig(folder, compile=True, unpadded=True).unpadded_mode is True
-    with pytest.raises(OptionError, match="unpadded has no effect with distillation"):
-        NVEmbedModule(BackboneConfig(folder, unpadded=True), distillation=LayerDistillation(folder))
-    with pytest.raises(OptionError, match="unpadded has no effect on packed rows"):
-        MaskedLMModule("mlm", BackboneConfig(folder, unpadded=True))

@@ -21,38 +21,10 @@ from embeddings.models import (
 )
 from embeddings.modules import ContrastiveModule
 from embeddings.modules.base import BaseModule, PoolingFactory, build_embedder
-from tests.data.rows import pairs, write_jsonl
+from tests.data.rows import write_jsonl
 from tests.helpers.contrastive import relative_error
 from tests.helpers.runs import component, fit, float16_on_cpu, run_config
 from tests.models.reading import random_tokens
-
-
-def test_the_pooling_rule_of_an_imported_model_is_used_in_training_and_saved(tmp_path):
-    config = run_config(tmp_path)
-    config["trainer"]["max_steps"] = 1
-    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
-    start = fit(tmp_path, config, "--trainer.max_steps", "0").model.embedder
-    start.text = TextSettings(pooling_rule="after_colon")
-    start.save_pretrained(tmp_path / "imported")
-    config["model"]["init_args"]["initial_model"] = str(tmp_path / "imported")
-    config["data"]["init_args"]["sources"][0]["query_prompt"] = "a: b "
-    seen = []
-    original = ContrastiveModule.training_step
-
-    def watched(self, batch, batch_idx):
-        seen.append(batch.query)
-        return original(self, batch, batch_idx)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContrastiveModule, "training_step", watched)
-        for option, rule, begin in ((None, "after_colon", 3), ("exact", "exact", 4)):
-            config["data"]["init_args"]["text"]["pooling_rule"] = option
-            trained = fit(tmp_path, config)
-            assert trained.model.text.pooling_rule == rule
-            # The tokens are [CLS] a : b, then the text.
-            assert seen.pop().padded().pooling_mask_NL.int().argmax(1).tolist() == [begin] * 8
-            trained.model.embedder.save_pretrained(tmp_path / "ours")
-            assert Embedder.from_pretrained(tmp_path / "ours").text.pooling_rule == rule
 
 
 def test_dropout_is_on_while_training_and_follows_from_the_step(tmp_path):
@@ -93,19 +65,6 @@ def test_an_optimizer_of_the_config_has_the_defaults_of_its_class(tmp_path):
         assert model.optimizer_config()["init_args"]["weight_decay"] == decay
 
 
-def test_the_share_of_masked_negatives_is_logged_once(tmp_path, caplog):
-    config = run_config(tmp_path, num_negatives=0)
-    rows = [row | {"label": "ab"[i % 2]} for i, row in enumerate(pairs(40))]
-    config["data"]["init_args"]["sources"][0]["path"] = str(write_jsonl(tmp_path / "labels.jsonl", rows))
-    with caplog.at_level("INFO", logger="embeddings"):
-        fit(tmp_path, config)
-    shares = [re.match(r"(\S+) % of the in-batch negatives of the first 4 batches", line) for line in caplog.messages]
-    (share,) = filter(None, shares)
-    # Of 8 pairs, 4 have each label on average, so 3 of 7 negatives are masked.
-    assert 30 < float(share[1]) < 70
-    assert any("its 2 labels mask about 50% of its in-batch negatives" in line for line in caplog.messages)
-
-
 def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
     """LoRA's second matrices start at zero, so the first ones get no gradient in the first step."""
     config = run_config(tmp_path, "mistral")
@@ -141,19 +100,6 @@ def test_gradcache_applies_the_loss_scale_to_all_mini_batches(tmp_path):
         for module in (start, plain.model, cached)
     )
     assert relative_error(other - old, one - old) < 0.01
-
-
-def test_a_run_logs_the_loss_of_each_width(tmp_path):
-    config = run_config(tmp_path)
-    options = {"temperature": 0.1, "widths": [8, 32], "weights": [2.0, 1.0]}
-    config["model"]["init_args"]["loss"] = component("embeddings.losses.MatryoshkaInfoNCE", **options)
-    config["trainer"]["max_steps"] = 2
-    cli = fit(tmp_path, config)
-    assert cli.model.embedder.trained_widths == (32, 8)
-    metrics = cli.trainer.callback_metrics
-    expected = (2 * metrics["train/loss_8"] + metrics["train/loss_32"]) / 3
-    assert metrics["train/loss"].item() == pytest.approx(expected.item(), rel=1e-6)
-    assert metrics["train/loss_32"] != metrics["train/loss_8"]
 
 
 @pytest.mark.parametrize("forced", ["source", "off"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from embeddings.cli.main import main
-from embeddings.common import ContextualStep, ContrastiveBatch, InputError, OptionError, TokenBatch
+from embeddings.common import ContrastiveBatch, InputError, OptionError, TokenBatch
 from embeddings.common.io import read_metrics
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
@@ -23,10 +23,9 @@ from embeddings.data.tokenize import TextTokenizer
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE
-from embeddings.models import BackboneConfig, ContextualEmbedder
+from embeddings.models import BackboneConfig
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining
 from embeddings.modules.cde import context_spread
-from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
@@ -46,16 +45,6 @@ def make(bert: str, seed: int = 0, **context: Any) -> CDEModule:
 def texts(batch: ContrastiveBatch, module: CDEModule, batch_idx: int = 0) -> list[list[int]]:
     context = module.choose_context(batch, batch_idx)
     return [ids.tolist() for ids in context.input_ids_T.split(context.lengths_N.tolist())]
-
-
-def test_the_two_stages_do_not_share_weights(bert: str) -> None:
-    module = make(bert)
-    assert isinstance(module, ContextualStep)
-    assert isinstance(module.embedder, ContextualEmbedder)
-    first, second = module.embedder.first_stage.backbone, module.embedder.backbone
-    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
-    assert pairs
-    assert all(torch.equal(one, other) and one is not other for one, other in pairs)
 
 
 def test_the_context_is_the_batchs_own_documents_in_an_order_that_depends_on_the_step(bert: str) -> None:
@@ -118,8 +107,6 @@ def test_a_saved_model_truncates_context_documents_as_in_training(bert: str, tmp
 def test_another_architecture_than_the_initial_models_is_refused(
     name: str, value: Any, bert: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(OptionError, match=r"model\.context\.max_length must be >= 1, got 0"):
-        ContextSettings(max_length=0)
     make(bert).embedder.save_pretrained(tmp_path / "one")
     settings = ContextSettings(**{**CONTEXT, name: value})
     with pytest.raises(OptionError, match=rf"model\.context\.{name} must equal that of .*one"):
@@ -172,14 +159,6 @@ def test_scores_during_training_use_a_context_of_the_evaluation_folder(
         fit(tmp_path, config)
 
 
-@pytest.mark.parametrize("place", ["current_epoch", "global_rank"])
-def test_another_epoch_or_rank_draws_another_context(place: str, bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, batch = make(bert), random_batch(16, 2)
-    first = texts(batch, module)
-    monkeypatch.setattr(CDEModule, place, property(lambda self: 1))
-    assert texts(batch, module) != first
-
-
 @pytest.fixture(scope="module")
 def short_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A backbone of 24 positions."""
@@ -212,18 +191,6 @@ def test_documents_that_the_first_stage_has_no_positions_for_are_refused_before_
         export = component("ExportModel", output=str(tmp_path / "model"), document_max_length=exported)
         config["trainer"]["callbacks"] = [export]
     assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
-
-
-def test_documents_longer_than_the_first_stages_positions_are_truncated_to_the_contexts_limit(
-    short_bert: str, tmp_path: Path
-) -> None:
-    config = cde_config(tmp_path, max_length=24)
-    config["model"]["init_args"]["first_stage_backbone"] = {"name": short_bert}
-    config["data"]["init_args"]["text"]["document_max_length"] = 60
-    lines = (tmp_path / "pairs.jsonl").read_text().replace("the ", "the quick brown fox " * 10)
-    (tmp_path / "pairs.jsonl").write_text(lines)
-    config["trainer"]["max_steps"] = 2
-    assert fit(tmp_path, config).trainer.global_step == 2
 
 
 def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
@@ -331,6 +298,8 @@ def test_the_factor_applies_to_the_groups_of_the_first_stage_only(bert: str) -> 
         assert rates(step)[0] == rates(step)[1] == pytest.approx(2.0 * plain.factor(step - 20, 105))
     for step in (25, 80, 124):
         assert rates(step)[2] == rates(step)[3] == pytest.approx(0.25 * rates(step)[0])
+    with pytest.raises(OptionError, match=r"learning_rate_factor must be > 0 and finite, got 0\.0; frozen_steps: null"):
+        FirstStageTraining(learning_rate_factor=0.0)
 
 
 def test_a_word_step_is_the_mean_over_all_truncated_texts(bert: str) -> None:
@@ -383,30 +352,6 @@ def test_gradcache_trains_to_the_weights_of_the_plain_step_in_every_phase(
     config["trainer"]["callbacks"] = [CACHE]
     cached = fit(tmp_path, config).model.state_dict()
     assert [name for name, value in plain.items() if (cached[name] - value).abs().max() > 1e-10] == []
-
-
-@pytest.mark.parametrize("kept", [{}, {"kept_fraction": 1.0}])
-def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
-    kept: dict[str, float], bert: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embed_context, seen = CDEModule.embed_context, []
-
-    def noted(self: CDEModule, tokens: TokenBatch) -> Tensor:
-        vectors = embed_context(self, tokens)
-        seen.append((len(tokens), vectors.requires_grad))
-        return vectors
-
-    monkeypatch.setattr(CDEModule, "embed_context", noted)
-    for frozen in (0, None):
-        seen.clear()
-        module, batch = staged(bert, frozen_steps=frozen), random_batch(6, 1)
-        module._phase = module.first_stage_training.phase(0)
-        batch = replace(batch, context=module.choose_context(batch, 0), num_extra_tokens=8)
-        gradcache.GradCache(mini_batch_tokens=10_000, mini_batch_texts=2, **kept).step(module, batch)
-        if frozen is None:
-            assert seen == [(2, False)] * 3
-        else:
-            assert sum(count for count, has_graph in seen if has_graph) == 6
 
 
 def test_a_run_resumed_within_and_between_phases_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -476,20 +421,6 @@ def test_word_steps_and_freezing_prevent_the_collapse_of_the_context(bert: str) 
     collapsed, kept = spreads
     assert collapsed < 0.05
     assert kept > 0.3
-
-
-@pytest.mark.parametrize(
-    ("training", "says"),
-    [
-        ({"word_steps": -1}, "word_steps must be >= 0"),
-        ({"frozen_steps": -1}, "frozen_steps must be >= 0"),
-        ({"learning_rate_factor": 0.0}, "learning_rate_factor must be > 0 and finite, got 0.0; frozen_steps: null"),
-        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "has no effect if the first stage is"),
-    ],
-)
-def test_invalid_first_stage_training_is_refused(training: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        FirstStageTraining(**training)
 
 
 def test_word_steps_without_contrastive_steps_are_refused(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def counted_step(method: str, cached: bool, folder: Path, monkeypatch: pytest.Mo
     step = CountedStep()
     cache = [GradCacheCallback(mini_batch_tokens=60, kept_fraction=0.4)] if cached else []
     trainer = quiet_trainer(callbacks=[step, *cache], max_steps=3, use_distributed_sampler=False, gradient_clip_val=1.0)
-    # The share of masked negatives is read once, in the first step in place of the counted one.
+    # Whether the first batches had negatives is read once, in the first step in place of the counted one.
     monkeypatch.setattr(base, "FIRST_BATCHES", 1)
     with as_on_device(monkeypatch):
         trainer.fit(make().train(), DataLoader(data, batch_size=None))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from embeddings.common import ContrastiveStep, LossOutput, NumericError, OptionError
+from embeddings.common import LossOutput, OptionError
 from embeddings.losses import LoadBalancing, load_balancing_loss
-from embeddings.models import BackboneConfig, LoraSettings, RotaryMoeModel, Upcycling
+from embeddings.models import BackboneConfig, LoraSettings, Upcycling
 from embeddings.models import backbone as layers_module
-from embeddings.models.moe.experts import Experts, Router, loop_experts
+from embeddings.models.moe.experts import Experts, Router
 from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
@@ -92,16 +92,6 @@ def test_the_balancing_loss_is_that_of_all_tokens_of_both_towers(dense: str) -> 
     assert relative_error(gradient, contrastive_alone) > 1e-2
 
 
-def test_a_uniform_router_gives_the_coefficient_exactly(dense: str) -> None:
-    module = moe_module(dense, load_balancing=LoadBalancing(coefficient=0.25))
-    for router in module.modules():
-        if isinstance(router, Router):
-            torch.nn.init.zeros_(router.weight)
-    output, _ = plain(module)
-    assert output.terms["load_balancing"].item() == 1.0
-    assert output.loss.item() == pytest.approx(output.terms["contrastive"].item() + 0.25, abs=1e-6)
-
-
 def test_a_coefficient_of_zero_is_infonce_and_the_z_loss_comes_on_top(dense: str) -> None:
     output, _ = plain(moe_module(dense, load_balancing=LoadBalancing(coefficient=0.0)))
     assert output.loss.item() == output.terms["contrastive"].item()
@@ -111,37 +101,6 @@ def test_a_coefficient_of_zero_is_infonce_and_the_z_loss_comes_on_top(dense: str
     total = output.terms["contrastive"] + 0.5 * output.terms["router_z"]
     torch.testing.assert_close(output.loss, total)
     assert output.terms["router_z"] > 0.1
-
-
-@pytest.mark.parametrize("engine", [None, GradCache(mini_batch_tokens=30)])
-def test_a_router_with_nan_is_named(engine: GradCache | None, dense: str) -> None:
-    module, batch = moe_module(dense), random_batch(4, 1)
-    with torch.no_grad():
-        next(layer for layer in module.modules() if isinstance(layer, Router)).weight[0] = torch.nan
-    with pytest.raises(NumericError, match="router of layer 1 is NaN or infinite at step 0: no update was made"):
-        plain_step(module, batch) if engine is None else engine.step(module, batch)
-
-
-def test_the_module_is_a_step_over_an_upcycled_encoder(dense: str) -> None:
-    module = MoEEmbedModule(BackboneConfig(dense), upcycling=Upcycling(num_experts=4), expert_backend="loop")
-    assert isinstance(module, ContrastiveStep)
-    backbone = module.embedder.backbone
-    assert isinstance(backbone, RotaryMoeModel)
-    assert backbone.layers[1].mlp.experts.backend is loop_experts
-    assert module.moe_layers == [1]
-
-
-def test_upcycling_follows_from_the_seed_and_leaves_the_random_state_alone(dense: str) -> None:
-    routers = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(len(routers))
-        expected = torch.rand(1)
-        torch.manual_seed(len(routers))
-        module = MoEEmbedModule(BackboneConfig(dense), upcycling=Upcycling(), seed=seed)
-        assert torch.equal(torch.rand(1), expected)
-        routers.append(next(layer.weight for layer in module.modules() if isinstance(layer, Router)))
-    assert torch.equal(routers[0], routers[1])
-    assert not torch.equal(routers[0], routers[2])
 
 
 def test_a_dense_model_is_trained_without_balancing(dense: str) -> None:

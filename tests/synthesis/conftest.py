@@ -11,4 +11,4 @@ def direct(monkeypatch):
 
 @pytest.fixture
 def quick_retries(monkeypatch):
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+    monkeypatch.setattr("embeddings.synthesis.client.FIRST_DELAY", 0.001)

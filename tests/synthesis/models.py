@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from embeddings.synthesis.client import Budget, Journal, Limits, Request, RequestRunner, Sampling, open_journal
+from embeddings.synthesis.client import Journal, Limits, Request, RequestRunner, Sampling, open_journal
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, answers_well
 
@@ -66,14 +66,9 @@ class FakeClient:
 
 
 @contextmanager
-def make_runner(
-    folder: Path, client: FakeClient, budget: Budget | None = None
-) -> Iterator[tuple[RequestRunner, Journal]]:
+def make_runner(folder: Path, client: FakeClient) -> Iterator[tuple[RequestRunner, Journal]]:
     """A runner with a journal in a folder."""
-    with (
-        open_journal(folder / "journal.jsonl") as journal,
-        RequestRunner(client, journal, budget or Budget()) as runner,
-    ):
+    with open_journal(folder / "journal.jsonl") as journal, RequestRunner(client, journal) as runner:
         yield runner, journal
 
 

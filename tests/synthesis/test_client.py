@@ -4,12 +4,13 @@ import asyncio
 import os
 import threading
 import time
+from email.utils import formatdate
 
 import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.synthesis.client import (
-    Budget,
+    FEW_ANSWERS,
     ChatClient,
     EndpointError,
     Limits,
@@ -17,13 +18,20 @@ from embeddings.synthesis.client import (
     make_request,
     open_journal,
 )
-from embeddings.synthesis.validate import Answer
+from embeddings.synthesis.validate import Answer, RejectedAnswer
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import refused
 from tests.synthesis.models import FakeClient, make_runner
 
-REQUEST = make_request("example/short_long-0/0", "Write something.", 7)
-LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, wants_object=False)
+
+def read(value):
+    """Any answer but an empty object can be used."""
+    if value == {}:
+        raise RejectedAnswer("missing_field", "query")
+
+
+REQUEST = make_request("example/short_long-0/0", "Write something.", 7, read)
+LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, read, wants_object=False)
 
 
 def ask(reply, sampling=None, request=REQUEST, **limits):
@@ -57,20 +65,20 @@ def test_an_answer_has_its_token_counts():
 
 def test_the_options_of_a_request_reach_the_endpoint():
     sampling = Sampling("m", None, 99, "max_completion_tokens", True, {"reasoning_effort": "low"})
-    _, server = ask(Reply("x"), sampling)
+    _, server = ask(Reply("[1]"), sampling)
     (body,) = server.requests
     assert body["max_completion_tokens"] == 99
     assert body["response_format"] == {"type": "json_object"}
     assert body["reasoning_effort"] == "low"
     assert not {"temperature", "max_tokens"} & set(body)
-    _, server = ask(Reply("x"), sampling, LIST_REQUEST)
+    _, server = ask(Reply("[1]"), sampling, LIST_REQUEST)
     assert "response_format" not in server.requests[0]
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
-    assert ask(Reply("x"))[1].headers[0]["authorization"] == "Bearer none"
+    assert ask(Reply("[1]"))[1].headers[0]["authorization"] == "Bearer none"
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    assert ask(Reply("x"))[1].headers[0]["authorization"] == "Bearer sk-secret"
+    assert ask(Reply("[1]"))[1].headers[0]["authorization"] == "Bearer sk-secret"
 
 
 OTHER = Answer(None, refused="the response is not a chat completion")
@@ -83,6 +91,7 @@ OTHER = Answer(None, refused="the response is not a chat completion")
         (Reply("", refusal="I will not"), Answer("", "stop", "I will not", 4, 0)),
         (Reply("x", finish_reason="length", usage=False), Answer("x", "length")),
         (Reply(status=400, error="too long"), Answer(None, refused="status 400: too long")),
+        (Reply(status=422, body=b'{"detail": "no seed"}'), Answer(None, refused="status 422: no seed")),
         (Reply(body=b'{"choices": [{"message": {"content": ["a"]}}]}'), Answer(None)),
         (Reply(body=b'{"choices": []}'), OTHER),
         (Reply(body=b'{"choices": [{"message": "x"}]}'), OTHER),
@@ -108,14 +117,16 @@ def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (Reply(status=500), "status 500 (no)"),
-        (Reply(status=429, code="insufficient_quota", error="pay"), "status 429 (pay)"),
-        (Reply(status=402), "status 402"),
+        (Reply(status=500), "status 500: no"),
+        (Reply(status=429, code="insufficient_quota", error="pay"), "status 429: pay"),
+        (Reply(status=402), "status 402: no"),
+        (Reply(status=503, body=b"<title>Down</title>"), "status 503: <title>Down"),
+        (Reply(status=429, headers={"Retry-After": "3600"}), "status 429: no"),
         (Reply(hangs_up=True), "no connection"),
-        (Reply(body=b"<html>"), "status 502 (<html>)"),
-        (Reply(body=b"[1]"), "status 502"),
-        (Reply(body=b"x", headers={"Content-Type": "text/plain"}), "status 502 (x)"),
-        (Reply("x", seconds=0.6), "no answer in 0.3 s"),
+        (Reply(body=b"<html>"), "status 200 without an answer: <html>"),
+        (Reply(body=b"[1]"), "status 200 without an answer: [1]"),
+        (Reply(body=b'{"error": "overloaded"}'), "status 200 without an answer: overloaded"),
+        (Reply("[1]", seconds=0.6), "no answer in 0.3 s"),
     ],
 )
 def test_an_endpoint_that_does_not_answer_ends_the_job_with_code_74(reply, says):
@@ -126,23 +137,23 @@ def test_an_endpoint_that_does_not_answer_ends_the_job_with_code_74(reply, says)
     assert failure.value.exit_code == 74
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", "http://", "http://x:port/v1", ""])
+@pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x/v1", ""])
 def test_an_endpoint_that_is_not_an_http_url_is_refused(endpoint):
     refused(OptionError, "endpoint must be an HTTP URL", ChatClient, endpoint, Sampling("m"))
 
 
-REQUESTS = [make_request(f"example/a-{number}/0", f"prompt {number}", 0) for number in range(12)]
+REQUESTS = [make_request(f"example/a-{number}/0", f"prompt {number}", 0, read) for number in range(12)]
 
 
-def ask_all(folder, client, budget=None, requests=REQUESTS):
-    with make_runner(folder, client, budget) as (runner, journal):
+def ask_all(folder, client, requests=REQUESTS):
+    with make_runner(folder, client) as (runner, journal):
         runner.run(iter(requests), len(requests), "requests")
     return runner, journal
 
 
 def test_every_request_is_answered_and_none_twice(tmp_path):
     client = FakeClient(shuffled=True)
-    ask_all(tmp_path, client, requests=REQUESTS[:5])
+    ask_all(tmp_path, client, REQUESTS[:5])
     _, journal = ask_all(tmp_path, client)
     assert sorted(request.key for request in client.asked) == sorted(request.key for request in REQUESTS)
     assert len(journal) == 12
@@ -150,30 +161,71 @@ def test_every_request_is_answered_and_none_twice(tmp_path):
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
 def test_the_number_of_concurrent_requests_is_the_limit(tmp_path, concurrency):
-    client = FakeClient(lambda prompt, seed, count: Reply("x", seconds=0.005), limits=Limits(concurrency=concurrency))
+    client = FakeClient(lambda prompt, seed, count: Reply("[1]", seconds=0.005), limits=Limits(concurrency=concurrency))
     ask_all(tmp_path, client)
     assert client.max_in_flight == min(concurrency, 12)
 
 
-def test_a_failed_request_is_retried_and_the_endpoints_wait_is_honoured(tmp_path, caplog, quick_retries):
-    times = {}
-
+def test_a_failed_request_is_retried(tmp_path, caplog, quick_retries):
     def behaviour(prompt, seed, count):
-        times[prompt, count] = time.monotonic()
-        if prompt == "prompt 1" and count == 0:
-            return Reply(status=429, headers={"Retry-After": "0.3"})
-        if prompt == "prompt 0" and count == 1:
-            # A proxy's page.
-            return Reply(body=b"<html>", headers={"Content-Type": "text/html"})
-        return Reply("x") if count == 2 or prompt != "prompt 0" else Reply(status=500)
+        if prompt == "prompt 0" and count < 2:
+            return Reply(status=500) if count else Reply(body=b"<html>", headers={"Content-Type": "text/html"})
+        return Reply("[1]")
 
     with chat_server(behaviour) as server:
-        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=3))
-        _, journal = ask_all(tmp_path, client, requests=REQUESTS[:3])
-    assert len(journal) == 3
-    assert client.retries == 3
-    assert sum("retrying, each request at most 3 times" in message for message in caplog.messages) == 1
-    assert times["prompt 1", 1] - times["prompt 1", 0] >= 0.3
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=2))
+        _, journal = ask_all(tmp_path, client, REQUESTS[:3])
+    assert (len(journal), client.retries) == (3, 2)
+    assert sum("; retrying at most 2 times" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+def test_an_obeyed_rate_limit_is_no_failure_and_spreads_the_requests(as_date, tmp_path):
+    """One request in a window is answered; all workers are refused in the first one."""
+    window, answered, lock = (1.0 if as_date else 0.2), [], threading.Lock()
+
+    def behaviour(prompt, seed, count):
+        with lock:
+            if answered and time.monotonic() - answered[-1] < window:
+                date = formatdate(time.time() + 2, usegmt=True)
+                return Reply(status=429, headers={"Retry-After": date if as_date else str(window)})
+            answered.append(time.monotonic())
+        return Reply("[1]")
+
+    requests = REQUESTS[: 3 if as_date else 8]
+    with chat_server(behaviour) as server:
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=1))
+        _, journal = ask_all(tmp_path, client, requests)
+        assert len(journal) == len(requests)
+        assert len(server.requests) < 4 * len(requests)
+
+
+def test_an_endpoint_that_refuses_for_ever_ends_the_job(tmp_path):
+    limited = Reply(status=429, error="slow down", headers={"Retry-After": "0.01"})
+    with chat_server(lambda prompt, seed, count: limited) as server:
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=2, concurrency=2))
+        with pytest.raises(EndpointError, match="status 429: slow down"):
+            ask_all(tmp_path, client)
+        assert 5 <= len(server.requests) <= 6
+
+
+@pytest.mark.parametrize("share", [0.95, 1.0])
+def test_a_job_stops_if_most_answers_are_unusable(share, tmp_path):
+    """After a first answer; the two that are shown have their causes."""
+    bad = ["{}", "I'm sorry, but I cannot"]
+    client = FakeClient(
+        lambda prompt, seed, count: Reply("[1]" if prompt == "prompt 0" else bad[len(client.asked) % 2]),
+        limits=Limits(concurrency=1, max_unusable=share),
+    )
+    requests = [make_request(f"a/{number}", f"prompt {number}", 0, read) for number in range(2 * FEW_ANSWERS)]
+    if share == 1:
+        ask_all(tmp_path, client, requests)
+        return
+    says = "20 of the last 21 answers are unusable, such as "
+    message = refused(InputError, says, ask_all, tmp_path, client, requests)
+    assert "missing field: '{}'" in message
+    assert 'not json: "I\'m sorry, but I cannot"' in message
+    assert len(client.asked) == FEW_ANSWERS + 1
 
 
 def test_after_the_last_retry_the_job_stops_and_answers_in_flight_are_saved(tmp_path, quick_retries):
@@ -185,16 +237,16 @@ def test_after_the_last_retry_the_job_stops_and_answers_in_flight_are_saved(tmp_
                 failed.set()
             return Reply(status=503)
         # Answers come after the failure.
-        return Reply("x", seconds=0.2 if failed.wait(5) else 0)
+        return Reply("[1]", seconds=0.2 if failed.wait(5) else 0)
 
     with chat_server(behaviour) as server:
         client = ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=4, max_retries=2))
-        with pytest.raises(EndpointError, match=r"status 503 \(no\).*the same command resumes"):
+        with pytest.raises(EndpointError, match=r"status 503: no.*the same command resumes"):
             ask_all(tmp_path, client)
         answered = {request["seed"] for request in server.requests} - {REQUESTS[1].seed}
         assert len(answered) == 3
         assert len(server.requests) == 3 + 3
-        server.behaviour = lambda prompt, seed, count: Reply("x")
+        server.behaviour = lambda prompt, seed, count: Reply("[1]")
         server.requests.clear()
         _, journal = ask_all(tmp_path, client)
         assert len(journal) == 12
@@ -210,13 +262,13 @@ def test_a_stopping_job_retries_no_other_request(tmp_path):
     with chat_server(behaviour) as server:
         client = ChatClient(server.endpoint, Sampling("m"))
         with pytest.raises(EndpointError, match="no money"):
-            ask_all(tmp_path, client, requests=REQUESTS[:2])
+            ask_all(tmp_path, client, REQUESTS[:2])
         assert len(server.requests) == 2
 
 
 def test_a_refused_prompt_counts_as_answered_after_another_answer(tmp_path):
     refusal = Reply(None, refusal="status 400: no", usage=False)
-    client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("x"))
+    client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("[1]"))
     client.limits = Limits(concurrency=1)
     _, journal = ask_all(tmp_path, client)
     assert (len(journal), journal.num_answers) == (12, 11)
@@ -228,25 +280,25 @@ def test_a_refused_prompt_counts_as_answered_after_another_answer(tmp_path):
 def test_the_budget_is_never_exceeded_in_one_run_or_several(tmp_path, concurrency):
     # Prompts have about 8 bytes, and answers have the maximum of 40 tokens.
     client = FakeClient(lambda prompt, seed, count: Reply("x" * 160, seconds=0.001), sampling=Sampling("m", 1.0, 40))
-    client.limits = Limits(concurrency=concurrency)
     each = len("prompt 0") // 4 + 40
-    budget = Budget(token_budget=6 * each)
-    runner, journal = ask_all(tmp_path, client, budget)
+    client.limits = Limits(concurrency=concurrency, token_budget=6 * each)
+    runner, journal = ask_all(tmp_path, client)
     spent = journal.prompt_tokens + journal.completion_tokens
     assert runner.exhausted
     assert 3 * each <= spent <= 6 * each
-    runner, journal = ask_all(tmp_path, client, budget)
+    runner, journal = ask_all(tmp_path, client)
     assert runner.exhausted
     assert journal.prompt_tokens + journal.completion_tokens == spent
-    runner, journal = ask_all(tmp_path, client, Budget(token_budget=12 * each + 200))
+    client.limits = Limits(token_budget=12 * each + 200)
+    runner, journal = ask_all(tmp_path, client)
     assert not runner.exhausted
     assert len(journal) == len(client.asked) == 12
 
 
-def test_budget_and_prices_need_an_endpoint_that_reports_tokens(tmp_path):
-    client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False))
-    refused(InputError, "does not report the tokens", ask_all, tmp_path, client, budget=Budget(token_budget=10**6))
-    refused(InputError, "leave token_budget and the prices", ask_all, tmp_path, client, budget=Budget(None, 1.0, 2.0))
+def test_a_budget_needs_an_endpoint_that_reports_tokens(tmp_path):
+    client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False), limits=Limits(token_budget=10**6))
+    refused(InputError, "does not report the tokens .* leave token_budget out", ask_all, tmp_path, client)
+    client.limits = Limits()
     _, journal = ask_all(tmp_path, client)
     assert len(client.asked) == len(journal) == 12
 
@@ -256,7 +308,7 @@ def test_requests_and_retries_are_spaced_evenly(tmp_path, quick_retries):
 
     def behaviour(prompt, seed, count):
         times.append(time.monotonic())
-        return Reply("x") if count else Reply(status=500)
+        return Reply("[1]") if count else Reply(status=500)
 
     with chat_server(behaviour) as server:
         ask_all(tmp_path, ChatClient(server.endpoint, Sampling("m"), Limits(requests_per_minute=60 * 50)))
@@ -267,19 +319,20 @@ def test_requests_and_retries_are_spaced_evenly(tmp_path, quick_retries):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Sampling("m", -0.1), "temperature must be between 0 and 2"),
-        (lambda: Sampling("m", float("nan")), "temperature must be between 0 and 2"),
-        (lambda: Sampling("m", max_answer_tokens=0), "max_answer_tokens must be >= 1"),
+        (lambda: Sampling("m", -0.1), "temperature must be >= 0"),
+        (lambda: Sampling("m", float("nan")), "temperature must be >= 0"),
+        (lambda: Sampling("m", max_answer_tokens=0), "max_answer_tokens must be > 0"),
         (lambda: Sampling("m", extra_body={"n": 2}), "extra_body must not contain"),
-        (lambda: Limits(concurrency=0), "concurrency must be >= 1"),
+        (lambda: Limits(max_attempts=0), "max_attempts must be > 0"),
+        (lambda: Limits(concurrency=0), "concurrency must be > 0"),
         (lambda: Limits(max_retries=-1), "max_retries must be >= 0"),
         (lambda: Limits(requests_per_minute=0), "requests_per_minute must be > 0"),
-        (lambda: Budget(token_budget=0), "token_budget must be >= 1"),
-        (lambda: Budget(None, 1.0), "price_per_million_prompt_tokens needs the other price"),
-        (lambda: Budget(None, -1.0, 1.0), "price_per_million_prompt_tokens must be >= 0"),
+        (lambda: Limits(timeout_seconds=0), "timeout_seconds must be > 0"),
+        (lambda: Limits(token_budget=0), "token_budget must be > 0"),
     ],
 )
-def test_invalid_numbers_are_refused(make, says):
+def test_invalid_numbers_and_fields_are_refused(make, says):
+    assert Limits(max_retries=0).max_retries == Sampling("m", 0).temperature == 0
     refused(OptionError, says, make)
 
 

@@ -11,7 +11,6 @@ from embeddings.synthesis.prompts import MGH
 from embeddings.synthesis.validate import (
     MAX_TASK_CHARACTERS,
     Answer,
-    Parsed,
     RejectedAnswer,
     check_levels,
     parse_answer,
@@ -38,31 +37,29 @@ def answer(**changes):
 
 
 def example(value, category=SHORT_LONG, prompt=""):
-    return read_example(Parsed(value, ()), category, TASK, prompt, "short_long-0")
+    return read_example(value, category, TASK, prompt, "short_long-0")
 
 
 def test_a_good_answer_is_a_record_with_levels_from_the_hardest():
     # A list of one object is accepted as that object.
-    draft = example([answer(comment="ignored", user_query=f"  {QUERY}\n")])
-    assert draft.fields == {
+    fields = example([answer(comment="ignored", user_query=f"  {QUERY}\n")])
+    assert fields == {
         "id": "short_long-0",
         "query": QUERY,
         "positive": "Red ones take ten.",
         "negatives": [{"text": text, "level": level} for level, text in enumerate(TEXTS, start=1)],
         "instruction": TASK,
     }
-    record = parse_record(json.loads(json.dumps(draft.fields)), {}, "x:1")
+    record = parse_record(json.loads(json.dumps(fields)), {}, "x:1")
     assert [negative.level for negative in record.negatives] == [1, 2, 3, 4]
-    assert draft.repairs == ()
 
 
-def test_levels_in_another_order_are_sorted_and_counted():
+def test_levels_in_another_order_or_spelling_are_sorted():
     shuffled = [graded()[place] for place in (3, 1, 0, 2)]
-    draft = example(answer(hard_negative_document=shuffled))
-    assert [item["text"] for item in draft.fields["negatives"]] == TEXTS
-    assert draft.repairs == ("levels_sorted",)
-    spelt = [{**item, "similarity_level": f" {item['similarity_level'].upper()} "} for item in graded()]
-    assert example(answer(hard_negative_document=spelt)).repairs == ()
+    spelt = [{**item, "similarity_level": f" {item['similarity_level'].upper()} "} for item in shuffled]
+    for found in (shuffled, spelt):
+        fields = example(answer(hard_negative_document=found))
+        assert [item["text"] for item in fields["negatives"]] == TEXTS
 
 
 @pytest.mark.parametrize(
@@ -95,11 +92,15 @@ def test_invalid_answers_are_rejected(value, reason):
     assert rejected.value.reason == reason
 
 
-def test_a_text_copied_from_the_template_is_rejected():
-    prompt = '{"user_query": "<the query>"}'
-    with pytest.raises(RejectedAnswer, match="template_text"):
-        example(answer(user_query="<the query>"), prompt=prompt)
-    assert example(answer(user_query="<b>bold</b>"), prompt=prompt).fields["query"] == "<b>bold</b>"
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [("<the query>", "template_text"), ("The query", "template_text"), ("Why is the SKY blue at noon", "copied_seed")],
+)
+def test_a_text_copied_from_the_prompt_is_rejected(query, reason):
+    prompt = '{"user_query": "why is the sky blue at noon?"} {"user_query": "<the query>"}'
+    with pytest.raises(RejectedAnswer, match=reason):
+        example(answer(user_query=query), prompt=prompt)
+    assert example(answer(user_query="<b>bold</b>"), prompt=prompt)["query"] == "<b>bold</b>"
 
 
 @pytest.mark.parametrize(
@@ -119,22 +120,21 @@ def test_a_query_of_five_words_must_not_be_in_a_document(query, document, leaks)
         with pytest.raises(RejectedAnswer, match="leaked_query"):
             example(value)
     else:
-        assert example(value).fields["query"] == query
+        assert example(value)["query"] == query
 
 
 def test_a_label_must_not_be_in_its_text():
     value = {"input_text": "A joyful day.", "label": "joy", "misleading_labels": graded(["rest", "pride", "calm", "x"])}
-    assert example(value, MGH.category("long_short")).fields["positive"] == "joy"
+    assert example(value, MGH.category("long_short"))["positive"] == "joy"
     with pytest.raises(RejectedAnswer, match="leaked_label"):
         example({**value, "input_text": "What a Joy, this day!"}, MGH.category("long_short"))
 
 
 def test_new_negatives_do_not_change_other_fields():
     record = {"query": QUERY, "positive": ["one", "one"], "id": "7", "label": "food", "score": 0.5}
-    draft = read_negatives(Parsed({"hard": graded()}, ("code_fence",)), record, "hard", "")
-    assert {name: draft.fields[name] for name in record} == record
-    assert [item["level"] for item in draft.fields["negatives"]] == [1, 2, 3, 4]
-    assert draft.repairs == ("code_fence",)
+    fields = read_negatives({"hard": graded()}, record, "hard", "")
+    assert {name: fields[name] for name in record} == record
+    assert [item["level"] for item in fields["negatives"]] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -149,19 +149,19 @@ def test_new_negatives_do_not_change_other_fields():
 def test_new_negatives_that_repeat_the_pair_are_rejected(texts, reason):
     record = {"query": QUERY, "positive": ["Ten minutes.", "one"]}
     with pytest.raises(RejectedAnswer, match=reason):
-        read_negatives(Parsed({"hard": graded(texts)}, ()), record, "hard", "")
+        read_negatives({"hard": graded(texts)}, record, "hard", "")
 
 
 def test_tasks_are_cleaned_and_duplicates_dropped():
     items = ["1. Find  a\nthing.", "- find a thing", 3, "", None, "x" * (MAX_TASK_CHARACTERS + 1), "a\x00b", "Another."]
-    assert read_tasks(Parsed(items, ())) == ["Find a thing.", "Another."]
-    assert read_tasks(Parsed({"tasks": items, "note": "n"}, ())) == ["Find a thing.", "Another."]
+    assert read_tasks(items) == ["Find a thing.", "Another."]
+    assert read_tasks({"tasks": items, "note": "n"}) == ["Find a thing.", "Another."]
 
 
 @pytest.mark.parametrize("value", ["text", {}, {"a": ["x"], "b": ["y"]}, [], [3, None], 4])
 def test_an_answer_without_tasks_is_rejected(value):
     with pytest.raises(RejectedAnswer, match="no_tasks"):
-        read_tasks(Parsed(value, ()))
+        read_tasks(value)
 
 
 VALUE = {"query": "a [b], {c}", "list": [1, {"text": 'say "x",'}]}
@@ -169,26 +169,24 @@ TEXT = json.dumps(VALUE)
 
 
 @pytest.mark.parametrize(
-    ("content", "repairs"),
+    "content",
     [
-        (TEXT, ()),
-        (f"\n {json.dumps(VALUE, indent=2)} \n", ()),
-        (f"```json\n{TEXT}\n```", ("code_fence",)),
-        (f"Sure!\n```\n{TEXT}\n```\nAnything else?", ("code_fence",)),
-        (f"Here it is: {TEXT} I hope it helps.", ("text_around",)),
-        (f"<think>\nMaybe {{this}}?\n</think>\n{TEXT}", ("thoughts",)),
-        (TEXT.replace("}]", ",},]"), ("trailing_comma",)),
-        (f"```json\n{TEXT.replace('}]', '}, ]')}\n```", ("code_fence", "trailing_comma")),
-        (repr(VALUE), ("python_literal",)),
+        f"\n {json.dumps(VALUE, indent=2)} \n",
+        f"Sure!\n```json\n{TEXT}\n```\nAnything else?",
+        f"Here it is: {TEXT} I hope it helps.",
+        f"<think>\nMaybe {{this}}?\n</think>\n{TEXT}",
+        f"```json\n{TEXT.replace('}]', '}, ]')}\n```",
     ],
 )
-def test_an_answer_is_parsed_with_as_few_repairs_as_needed(content, repairs):
-    assert parse_answer(Answer(content)) == (VALUE, repairs)
+def test_an_answer_is_repaired(content):
+    assert parse_answer(Answer(content)) == VALUE
+    # Complete, and followed by talk up to the limit.
+    assert parse_answer(Answer(content, "length")) == VALUE
 
 
 def test_raw_line_breaks_and_commas_inside_texts_are_unchanged():
-    assert parse_answer(Answer('{"query": "two\nlines"}')) == ({"query": "two\nlines"}, ("raw_line_break",))
-    assert parse_answer(Answer('{"query": "a ,] b ,} \\" ,]",}')).value == {"query": 'a ,] b ,} " ,]'}
+    assert parse_answer(Answer('{"query": "two\nlines"}')) == {"query": "two\nlines"}
+    assert parse_answer(Answer('{"query": "a ,] b ,} \\" ,]",}')) == {"query": 'a ,] b ,} " ,]'}
 
 
 @pytest.mark.parametrize(
@@ -198,15 +196,17 @@ def test_raw_line_breaks_and_commas_inside_texts_are_unchanged():
         (Answer("  \n"), "empty_answer"),
         (Answer(TEXT, refused="I will not"), "refused"),
         (Answer(TEXT, "content_filter"), "refused"),
-        (Answer(TEXT, "length"), "cut_off"),
+        (Answer(TEXT[:-2], "length"), "cut_off"),
+        (Answer(f"<think> Maybe {TEXT}", "length"), "cut_off"),
+        # Two records in one object would pair the second query with the first positive.
+        (Answer('{"query": "a", "positive": "b", "query": "c"}'), "repeated_key"),
+        (Answer('[{"a": {"b": 1, "b": 2}}]'), "repeated_key"),
         (Answer(TEXT[:-2]), "not_json"),
         (Answer('{"query": open("x")}'), "not_json"),
-        (Answer("{'query': {1, 2}}"), "not_json"),
-        (Answer("{1: 'query'}"), "not_json"),
+        (Answer("{'query': 1}"), "not_json"),
         (Answer("(" * 50_000), "not_json"),
         (Answer('{"a":' * 50_000), "not_json"),
         (Answer("[" + "9" * 5000 + "]"), "not_json"),
-        (Answer("x" * 1_000_001), "not_json"),
     ],
 )
 def test_unusable_answers_are_rejected_with_a_reason(answer, reason):
@@ -246,7 +246,6 @@ def test_cosines_are_averaged_by_level(tmp_path):
     assert found.levels == pytest.approx(expected, abs=1e-6)
     assert found.positive == pytest.approx((np.cos(np.deg2rad(1)) + np.cos(np.deg2rad(3))) / 2, abs=1e-6)
     assert (found.num_records, found.falling_fraction) == (2, 0.5)
-    assert not found.is_falling
 
 
 def test_records_are_sampled_evenly_from_those_with_every_level(tmp_path):
@@ -255,7 +254,6 @@ def test_records_are_sampled_evenly_from_those_with_every_level(tmp_path):
     assert check_levels([path], Angles()).num_records == 10
     found = check_levels([path], Angles(), max_records=2)
     assert found.levels[0] == pytest.approx((np.cos(np.deg2rad(10)) + np.cos(np.deg2rad(15))) / 2, abs=1e-6)
-    assert found.is_falling
     assert found.falling_fraction == 1
 
 

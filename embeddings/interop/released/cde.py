@@ -11,7 +11,6 @@ from transformers import ModernBertConfig, NomicBertConfig, PretrainedConfig, Pr
 
 from embeddings.common import InputError, TextSettings
 from embeddings.interop.released.checkpoint import (
-    Assumed,
     Imported,
     Published,
     ReleasedConfig,
@@ -34,17 +33,14 @@ _HEAD_WIDTH = 64
 _FORMS = {"nomic": ContextForm(adds_pooled=False), "modernbert": ContextForm(has_positions=True, pools_prompt=True)}
 
 
-def load(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The contextual model of a folder.
-
-    Its files name the backbones and contain their tensors, but not their configs. Heads, rotary base, windows and
-    epsilon are those of the published backbones, unless the user's `assume` sets others.
+def load(folder: Path) -> Imported:
+    """The contextual model of a folder, whose files contain the backbones' tensors but not their configs.
 
     cde-small-v1 is loaded as it was trained: words have positions, context vectors have none. Both versions change the
     second stage's word embeddings before the encoder, but not context vectors or soft prompts: v1 adds the token type,
     v2 applies the encoder's layer norm once more. Here this is done once, in the word-embedding table.
     """
-    config = ReleasedConfig(folder / "config.json", assumed=assumed)
+    config = ReleasedConfig(folder / "config.json")
     config.require(transductive_tokens_per_document=1, transductive_tie_token_embeddings=False)
     config.require(embedding_output_dim=None, autoregressive_backbone=False, pooling_strategy="mean")
     kind, tokenizer, weights = _kind(config), released_tokenizer(folder), ReleasedWeights(folder)
@@ -55,7 +51,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     # Version 2 pools the tokens after the first colon.
     rule: dict[str, Any] = {"pooling_rule": "after_colon"} if form.pools_prompt else {"pool_prompt": True}
     # Trained without context dropout, a model has no null vector.
-    has_null = _NULL in weights.shapes
+    has_null = _NULL in weights.tensors
     parts = _empty_parts(kind, config, weights, tokenizer, num_context)
     ignored = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in IGNORED)
     states, report = take_parts(weights, parts, FAMILY, _names(kind), ignored)
@@ -75,7 +71,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
             layer.load_state_dict(states[part], assign=True)
     assert embedder.residual is not None
     embedder.residual.load_state_dict(states["residual"], assign=True)
-    return Imported(FAMILY, embedder, report)
+    return Imported(FAMILY, embedder, report, assumed=config.assumed)
 
 
 def _empty_parts(
@@ -92,7 +88,7 @@ def _empty_parts(
             "soft_prompt": SoftPrompt(num_soft_prompts, size),
             "residual": ResidualProjection(size),
         }
-        if _NULL in weights.shapes:
+        if _NULL in weights.tensors:
             layers["slots"] = ContextSlots(num_context, size)
     return {"first": first, "second": second, **layers}
 
@@ -109,11 +105,10 @@ def _kind(config: ReleasedConfig) -> str:
 
 
 def _shape(weights: ReleasedWeights, name: str) -> tuple[int, ...]:
-    """A tensor's shape, used instead of a missing config."""
-    if name not in weights.shapes:
+    if name not in weights.tensors:
         problem = f"lacks the tensor {name} of {FAMILY}"
         raise InputError(str(weights.folder), problem, "use a complete copy of the checkpoint")
-    return weights.shapes[name]
+    return tuple(weights.tensors[name].shape)
 
 
 def _backbone_config(
@@ -124,7 +119,7 @@ def _backbone_config(
     words = "embeddings.word_embeddings.weight" if is_nomic else "embeddings.tok_embeddings.weight"
     layers, inner = ("encoder.layers", "mlp.fc11") if is_nomic else ("layers", "mlp.Wi")
     rows, width = _shape(weights, f"{prefix}{words}")
-    names = [name for name in weights.shapes if name.startswith(f"{prefix}{layers}.")]
+    names = [name for name in weights.tensors if name.startswith(f"{prefix}{layers}.")]
     num_layers = len({name.removeprefix(f"{prefix}{layers}.").partition(".")[0] for name in names})
     common = {
         "vocab_size": rows,
@@ -160,14 +155,11 @@ def _backbone_config(
 
 
 def _num_heads(config: ReleasedConfig, width: int) -> int:
-    """The number of heads for a hidden size; rotary embeddings need an even head width."""
-    usual = width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 0
-    heads = config.assume("num_attention_heads", usual)
-    if heads < 1 or width % (2 * heads):
-        assumed = f"{heads} heads" if heads else f"heads of width {_HEAD_WIDTH}"
-        problem = f"has no num_attention_heads, and {assumed} cannot divide a hidden size of {width} evenly"
-        raise InputError(str(config.path), problem, "set --assume.num_attention_heads")
-    return heads
+    """The number of heads for a hidden size."""
+    if width % _HEAD_WIDTH:
+        problem = f"has no num_attention_heads, and heads of width {_HEAD_WIDTH} cannot divide a hidden size of {width}"
+        raise InputError(str(config.path), problem, "import another checkpoint")
+    return config.assume("num_attention_heads", width // _HEAD_WIDTH)
 
 
 def _names(kind: str) -> dict[str, str | Published]:
@@ -188,8 +180,7 @@ def _names(kind: str) -> dict[str, str | Published]:
 def _with_prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The second stage's weights with the changes to word embeddings (see `load`) applied to their table.
 
-    transformers adds the token type to context vectors too, unlike v1's encoder, so the token-type table is set to
-    zero.
+    transformers adds the token type to context vectors too, unlike v1's encoder, so that table is set to zero.
     """
     if not isinstance(config, ModernBertConfig):
         words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common import InputError, TextSettings
 from embeddings.common.errors import shown
 from embeddings.common.io import check_file
 from embeddings.common.text import LENGTHS, one_line
@@ -33,45 +34,24 @@ from embeddings.models.pooling import MeanPooling
 _ONE_SOURCE, _WHOLE_COPY = "use config.json and weights of one checkpoint", "use a complete copy of the checkpoint"
 # The type of the usual value determines the type of the result.
 Number = TypeVar("Number", int, float)
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-class Assumed:
-    """Numbers that a model needs but no file of its checkpoint contains: the user's, else the published models'."""
-
-    def __init__(self, options: Mapping[str, float] | None = None) -> None:
-        self._options = dict(options or {})
-        self.values: dict[str, float] = {}
-
-    def take(self, name: str, usual: Number) -> Number:
-        """The number of this name, > 0, with the type of the usual value."""
-        value = self._options.get(name, usual)
-        if name in self._options and (not value > 0 or (isinstance(usual, int) and value != int(value))):
-            kind = "an integer" if isinstance(usual, int) else "a number"
-            raise OptionError(f"assume.{name}", value, f"must be {kind} > 0", f"the published models have {usual}")
-        self.values[name] = converted = type(usual)(value)
-        return converted
-
-    def check_all_taken(self) -> None:
-        for name in self._options.keys() - self.values.keys():
-            rule = "is set by the checkpoint, or unknown"
-            fix = f"the checkpoint needs {', '.join(self.values)}" if self.values else "leave it out"
-            raise OptionError(f"assume.{name}", self._options[name], rule, fix)
 
 
 class ReleasedConfig:
     """The fields of a published config.json, or of the object inside it that `prefix` names.
 
-    A missing or invalid field is an `InputError`. `assumed` supplies numbers that the file does not contain.
+    `assumed` collects the numbers that the file does not contain.
     """
 
     def __init__(
-        self, path: Path, fields: dict[str, Any] | None = None, prefix: str = "", assumed: Assumed | None = None
+        self,
+        path: Path,
+        fields: dict[str, Any] | None = None,
+        prefix: str = "",
+        assumed: dict[str, float] | None = None,
     ) -> None:
-        self.path = path
-        self.assumed = Assumed() if assumed is None else assumed
+        self.path, self._prefix = path, prefix
+        self.assumed: dict[str, float] = {} if assumed is None else assumed
         self.fields: dict[str, Any] = read_json(path) if fields is None else fields
-        self._prefix = prefix
 
     def part(self, name: str) -> "ReleasedConfig":
         value = self.fields.get(name)
@@ -92,9 +72,10 @@ class ReleasedConfig:
         return value
 
     def assume(self, name: str, usual: Number, minimum: int = 1) -> Number:
-        """A number of the file; if the file does not contain it, the user's, else the published models' value."""
+        """A number of the file; if the file does not contain it, the published models' value."""
         if self.fields.get(name) is None:
-            return self.assumed.take(name, usual)
+            self.assumed[name] = usual
+            return usual
         return type(usual)(self.integer(name, minimum) if isinstance(usual, int) else self.number(name))
 
     def require(self, **values: Any) -> None:
@@ -112,32 +93,21 @@ class ReleasedConfig:
 
 
 class ReleasedWeights:
-    """The tensors of a checkpoint's safetensors files, or of `file`: shapes are read at once, values on demand."""
+    """The tensors of a checkpoint's safetensors files, or of `file`, mapped from disk."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
+        self.tensors: dict[str, Tensor] = {}
         for path in weight_files(folder) if file is None else [folder / file]:
             if not path.is_file():
-                pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-                pickle = f", and {pickles[0]} is a pickle, which could run code when it is read" if pickles else ""
-                problem = f"contains no {path.name}{pickle}"
+                problem = f"contains no {path.name} (pickles are not read, since they could run code)"
                 raise InputError(str(folder), problem, "use a complete copy with safetensors")
             check_file(path, UNDAMAGED)
             try:
-                with safe_open(path, framework="pt") as tensors:
-                    shapes = {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
+                self.tensors |= load_file(path)
             except (OSError, SafetensorError) as error:
                 problem = f"is damaged ({one_line(str(error), 160)})"
                 raise InputError(str(path), problem, _WHOLE_COPY) from error
-            self.shapes |= shapes
-            self._files |= dict.fromkeys(shapes, path)
-
-    def tensor(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
 
 
 def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -165,7 +135,6 @@ class Published:
         return (ours[0] * self.parts, *ours[1:])
 
     def take(self, tensor: Tensor, ours: tuple[int, ...]) -> Tensor:
-        """Our tensor, extracted from the published one; a part is copied."""
         if self.parts > 1:
             tensor = tensor.chunk(self.parts)[self.part].clone()
         return tensor.view(ours)
@@ -202,22 +171,22 @@ def take_tensors(
         match, source = next((match, source) for match, source in matches if match)
         sources[ours] = replace(source, name=source.name.format(**match.groupdict()))
         used.setdefault(sources[ours].name, []).append(ours)
-    missing = sorted(used.keys() - weights.shapes.keys())
+    missing = sorted(used.keys() - weights.tensors.keys())
     if missing:
         problem = f"lacks {len(missing)} of the {len(used)} tensors of {family}, such as {missing[0]}"
         raise InputError(str(weights.folder), problem, _WHOLE_COPY)
-    unused, ignored_patterns = sorted(weights.shapes.keys() - used.keys()), list(map(_pattern, ignored))
+    unused, ignored_patterns = sorted(weights.tensors.keys() - used.keys()), list(map(_pattern, ignored))
     unknown = [name for name in unused if not any(pattern.fullmatch(name) for pattern in ignored_patterns)]
     if unknown:
         problem = f"has {len(unknown)} tensors that {family} does not have, such as {unknown[0]}"
         raise InputError(str(weights.folder), problem, "import a checkpoint of only this family")
     shapes = {ours: tuple(tensor.shape) for ours, tensor in expected.items()}
     for ours, source in sources.items():
-        shape, expected_shape = weights.shapes[source.name], source.shape(shapes[ours])
+        shape, expected_shape = tuple(weights.tensors[source.name].shape), source.shape(shapes[ours])
         if shape != expected_shape:
             problem = f"{source.name} has shape {shape}, but {expected_shape} in config.json"
             raise InputError(str(weights.folder), problem, _ONE_SOURCE)
-    state = {ours: source.take(weights.tensor(source.name), shapes[ours]) for ours, source in sources.items()}
+    state = {ours: source.take(weights.tensors[source.name], shapes[ours]) for ours, source in sources.items()}
     return state, KeyReport(used, unused)
 
 
@@ -230,10 +199,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 class Imported(NamedTuple):
-    """A published checkpoint as a model of this library, with the report of its tensors.
-
-    `used_as` names the published model (see `importer.USAGES`) whose card the model follows.
-    """
+    """A published checkpoint as a model of this library; `used_as` names the model in `importer.USAGES`."""
 
     family: str
     model: Embedder | LanguageModel
@@ -243,7 +209,7 @@ class Imported(NamedTuple):
 
 
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
-    """The model of a config on the meta device (names and shapes without values); `auto_class` chooses its class."""
+    """The model of a config on the meta device: names and shapes without values."""
     with torch.device("meta"), quiet_transformers():
         model = auto_class.from_config(config)
     assert isinstance(model, PreTrainedModel)
@@ -277,7 +243,7 @@ def take_parts(
 
 def loaded_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, KeyReport]:
     """The backbone of a folder that transformers can load, and the report of its tensors."""
-    published, unused = ReleasedWeights(folder).shapes, list[str]()
+    published, unused = ReleasedWeights(folder).tensors, list[str]()
     model = load_model(folder, unused=unused, **options)
     # In a checkpoint with a head, tensor names begin with the backbone's name.
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
@@ -296,7 +262,6 @@ def described_embedder(
     """The embedding model of a backbone, with the pooling and text settings of a sentence-transformers directory.
 
     For any other folder: mean pooling of all tokens, unit norm, and the maximum length of tokenizer and positions.
-    `prompts` are added to the folder's own; `longest` limits the maximum lengths.
     """
     if not (folder / "modules.json").is_file():
         limit = min(tokenizer.model_max_length, num_positions(backbone) or backbone.config.max_position_embeddings)

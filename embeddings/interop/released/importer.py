@@ -15,8 +15,8 @@ from embeddings.common.io import write_json
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.interop.released import cde, llm2vec, nomic, nv_embed
-from embeddings.interop.released.checkpoint import Assumed, Imported, ReleasedConfig, described_embedder, loaded_model
+from embeddings.interop.released import cde, decoders, nomic
+from embeddings.interop.released.checkpoint import Imported, ReleasedConfig, described_embedder, loaded_model
 from embeddings.models.backbone import load_tokenizer
 from embeddings.models.directory import is_contextual
 from embeddings.models.embedder import Embedder
@@ -33,7 +33,6 @@ def import_released(
     revision: str | None = None,
     base: Sequence[str] = (),
     known_as: str | None = None,
-    assume: Mapping[str, float] | None = None,
 ) -> Imported:
     """Write a published checkpoint as a model directory, atomically, without executing its code.
 
@@ -44,24 +43,19 @@ def import_released(
         source: A directory or Hub id.
         output: The directory to write; an existing one is replaced when the new one is complete.
         revision: Commit, tag or branch of a Hub id.
-        base: Base models of an adapter whose files do not name them; see `llm2vec.adapter_chain`.
+        base: Base models of an adapter whose files do not name them; see `decoders.adapter_chain`.
         known_as: The published name of a model whose directory has another name; see `usage_name`.
-        assume: Numbers that no file contains, by name, to use instead of the published models' values.
-
-    Raises:
-        InputError: If the checkpoint is not found, of an unknown family, or incomplete.
-        OptionError: If the output is a file or a source folder, or an option is invalid.
     """
     if known_as is not None and known_as not in USAGES:
         raise OptionError("known_as", known_as, f"must be one of {', '.join(USAGES)}", "leave it out for other models")
     folder = resolve_model(source, revision)
     target = Path(output).expanduser()
-    folders = llm2vec.adapter_chain(folder, base)
+    folders = decoders.adapter_chain(folder, base)
     if target.resolve() in [folder.resolve() for folder in folders]:
         rule = "must not be the source or its base, which it would replace"
         raise OptionError("output", str(output), rule, "name a new folder")
     require_replaceable(output)
-    imported = _with_usage(_load(folder, base, Assumed(assume)), source, known_as)
+    imported = _with_usage(_load(folder, base), source, known_as)
     revision = origin_of(folder).commit or revision
     bases = [origin_of(base_folder)._asdict() for base_folder in folders[1:]]
     record: dict[str, Any] = {"source": source, "revision": revision, "base": bases, "family": imported.family}
@@ -82,7 +76,6 @@ def import_released(
 
 
 def _with_usage(imported: Imported, source: str, known_as: str | None) -> Imported:
-    """The checkpoint with the vector processing of its published card, if it is one of `USAGES`."""
     name, model = usage_name(imported.model, source, known_as), imported.model
     if not isinstance(model, Embedder):
         return imported
@@ -99,15 +92,12 @@ def _with_usage(imported: Imported, source: str, known_as: str | None) -> Import
     return imported
 
 
-def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
+def _load(folder: Path, base: Sequence[str]) -> Imported:
     """The model of a folder; any error of transformers about the config becomes an `InputError`."""
     try:
-        if (folder / llm2vec.ADAPTER_CONFIG).is_file():
-            imported = llm2vec.load(folder, base, assumed)
-        else:
-            imported = loader_of(folder)(folder, assumed=assumed)
-        assumed.check_all_taken()
-        return imported._replace(assumed=assumed.values)
+        if (folder / decoders.ADAPTER_CONFIG).is_file():
+            return decoders.load_llm2vec(folder, base)
+        return loader_of(folder)(folder)
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:
@@ -117,10 +107,7 @@ def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
 
 @dataclass(frozen=True)
 class Usage:
-    """The processing of a published model's vectors: truncation widths, full width first, and an optional layer norm.
-
-    `model_type` is that of the imported backbone's config.
-    """
+    """The processing of a published model's vectors: truncation widths, full width first, and a layer norm."""
 
     model_type: str
     widths: tuple[int, ...]
@@ -137,8 +124,7 @@ USAGES: Mapping[str, Usage] = {
 def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | None = None) -> str | None:
     """The name in `USAGES` of an imported model, or None; backbone and width must match.
 
-    The files do not distinguish v1.5 from a model fine-tuned from it, so the name decides: `known_as`, else the last
-    part of the Hub id or directory.
+    The files do not distinguish v1.5 from a model fine-tuned from it, so the name decides.
     """
     # In the Hub's cache a folder is named for its commit.
     name = Path(origin_of(Path(source).expanduser().absolute()).name).name if known_as is None else known_as
@@ -158,7 +144,7 @@ def _model_type(model: Embedder | LanguageModel) -> str | None:
     return str(plain_backbone(model.backbone).config.model_type) if type(model) is Embedder else None
 
 
-def load_directory(folder: Path, assumed: Assumed | None = None) -> Imported:
+def load_directory(folder: Path) -> Imported:
     """The model of a sentence-transformers directory whose architecture transformers can load."""
     if is_contextual(folder):
         raise InputError(str(folder), "is already a model directory of this library", "use it without import")
@@ -167,12 +153,12 @@ def load_directory(folder: Path, assumed: Assumed | None = None) -> Imported:
     return Imported("a sentence-transformers directory", embedder, report)
 
 
-def loader_of(folder: Path) -> Callable[..., Imported]:
-    """The function that loads the checkpoint of a folder, called as `load(folder, assumed=assumed)`."""
+def loader_of(folder: Path) -> Callable[[Path], Imported]:
+    """The function that loads the checkpoint of a folder."""
     config = ReleasedConfig(folder / "config.json")
     model_type = config.fields.get("model_type")
     if model_type == "nvembed":
-        return nv_embed.load
+        return decoders.load_nv_embed
     if "transductive_corpus_size" in config.fields:
         return cde.load
     # A NomicBert checkpoint in transformers' own format has other fields and needs no key map.

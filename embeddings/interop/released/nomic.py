@@ -10,7 +10,6 @@ from embeddings.common import InputError
 from embeddings.common.errors import shown
 from embeddings.common.process import logger
 from embeddings.interop.released.checkpoint import (
-    Assumed,
     Imported,
     KeyReport,
     Published,
@@ -109,28 +108,25 @@ _HEAD = "cls.predictions."
 _HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense.bias")
 
 
-def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The embedding model of a folder, or its masked language model if the checkpoint contains one.
-
-    No file describes the layer norm of v1.5's vectors, so the importer adds it: see `importer.USAGES`.
-    """
-    config = ReleasedConfig(folder / "config.json", assumed=assumed)
+def load_dense(folder: Path) -> Imported:
+    """The embedding model of a folder, or its masked language model if the checkpoint contains one."""
+    config = ReleasedConfig(folder / "config.json")
     tokenizer = released_tokenizer(folder)
     ours, weights = dense_config(config, tokenizer), ReleasedWeights(folder)
-    prefix = LANGUAGE_MODEL if any(name.startswith(LANGUAGE_MODEL) for name in weights.shapes) else ""
+    prefix = LANGUAGE_MODEL if any(name.startswith(LANGUAGE_MODEL) for name in weights.tensors) else ""
     if any("ForPreTraining" in str(name) for name in config.fields.get("architectures") or ()):
-        return Imported(_DENSE_FAMILY, *_language_model(ours, weights, tokenizer, prefix))
+        return Imported(_DENSE_FAMILY, *_language_model(ours, weights, tokenizer, prefix), assumed=config.assumed)
     empty = empty_model(ours)
     ignored = (*IGNORED, f"{_HEAD}{{rest}}")
     state, report = take_tensors(weights, empty.state_dict(), _DENSE_FAMILY, dense_names(prefix), ignored)
     model, longest = filled_model(empty, state), longest_text(config)
     if longest is not None:
         logger.warning("%s: rotary_scaling_factor is ignored, so texts are truncated to %d tokens", folder, longest)
-    return Imported(_DENSE_FAMILY, described_embedder(folder, model, tokenizer, PROMPTS, longest), report)
+    embedder = described_embedder(folder, model, tokenizer, PROMPTS, longest)
+    return Imported(_DENSE_FAMILY, embedder, report, assumed=config.assumed)
 
 
 def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> NomicBertConfig:
-    """The transformers config of a published one."""
     config.require(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, norm_mlp=False)
     function = config.fields.get("activation_function")
     if not isinstance(function, str) or function not in _GATES:
@@ -143,7 +139,6 @@ def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def dense_names(prefix: str = "") -> dict[str, str | Published]:
-    """The key map of the dense encoder."""
     mlp = f"{prefix}encoder.layers.{{n}}.mlp."
     gated = {"up": "fc11", "gate": "fc12", "down": "fc2"}
     names = {f"layers.{{n}}.mlp.{own}_proj.weight": f"{mlp}{name}.weight" for own, name in gated.items()}
@@ -174,13 +169,13 @@ def _language_model(
 _MOE_FAMILY = "Nomic's encoder with experts"
 
 
-def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The embedding model of a folder."""
-    config = ReleasedConfig(folder / "config.json", assumed=assumed)
+def load_moe(folder: Path) -> Imported:
+    config = ReleasedConfig(folder / "config.json")
     tokenizer = released_tokenizer(folder)
     empty = empty_model(moe_config(config, tokenizer))
     state, report = take_tensors(ReleasedWeights(folder), empty.state_dict(), _MOE_FAMILY, _moe_names(), IGNORED)
-    return Imported(_MOE_FAMILY, described_embedder(folder, filled_model(empty, state), tokenizer, PROMPTS), report)
+    embedder = described_embedder(folder, filled_model(empty, state), tokenizer, PROMPTS)
+    return Imported(_MOE_FAMILY, embedder, report, assumed=config.assumed)
 
 
 def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> RotaryMoeConfig:

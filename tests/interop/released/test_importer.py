@@ -10,13 +10,11 @@ from torch.nn import functional as F
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import Encoder
-from embeddings.interop.released import cde, import_released, importer, nv_embed
+from embeddings.interop.released import cde, decoders, import_released, importer
 from embeddings.interop.released import nomic as released_nomic
 from embeddings.interop.released.importer import load_directory, loader_of, usage_name
 from embeddings.interop.released.nomic import load_dense as load
-from embeddings.interop.released.nomic import load_moe
 from embeddings.models import Embedder
-from embeddings.models.model_card import stated_licence
 from embeddings.models.model_files import IMPORT_FILE
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
@@ -84,7 +82,7 @@ def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
 
 
 def test_any_error_of_an_architecture_is_a_one_line_error(tmp_path, monkeypatch):
-    def load(folder, assumed):
+    def load(folder):
         raise AttributeError("no such field")
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
@@ -96,7 +94,7 @@ def test_any_error_of_an_architecture_is_a_one_line_error(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("config", "is_directory", "load"),
     [
-        ({"model_type": "nvembed"}, True, nv_embed.load),
+        ({"model_type": "nvembed"}, True, decoders.load_nv_embed),
         (DENSE, False, released_nomic.load_dense),
         (DENSE | {"moe_every_n_layers": 0, "num_experts": 0}, True, released_nomic.load_dense),
         (MOE, True, released_nomic.load_moe),
@@ -119,26 +117,6 @@ def test_another_family_and_a_contextual_model_of_this_library_are_refused(tmp_p
     tiny_contextual().save_pretrained(tmp_path / "ours")
     with pytest.raises(InputError, match="is already a model directory of this library; use it without"):
         load_directory(tmp_path / "ours")
-
-
-@pytest.mark.parametrize(
-    ("card", "licence"),
-    [
-        ("---\nlicense: apache-2.0\nlanguage: en\n---\n# A model\n", "apache-2.0"),
-        ("---\ntags:\n- x\nmodel-index:\n- results:\n  - type: a\nlicense: 'CC-BY-NC-4.0'\n---\n", "cc-by-nc-4.0"),
-        ("\ufeff---\r\nlicense: mit\r\n---\r\n", "mit"),
-        ("---\nlanguage: en\n---\nlicense: mit\n", None),
-        ("# A model\n---\nlicense: mit\n---\n", None),
-        ("---\nmodel-index:\n  license: mit\n---\n", None),
-        ("---\nlicense:\n- mit\n- apache-2.0\n---\n", None),
-        ("---\nlicense: see <b>this</b> page\n---\n", None),
-        ("---\nlicense: mit\n", None),
-        ("", None),
-    ],
-)
-def test_the_licence_is_read_from_the_front_matter_only(card, licence, tmp_path):
-    (tmp_path / "README.md").write_bytes(card.encode())
-    assert stated_licence(tmp_path) == licence
 
 
 V1_5 = "nomic-embed-text-v1.5"
@@ -191,15 +169,6 @@ def test_version_1_5_gives_the_vectors_of_its_card_at_every_width(wide, tmp_path
             # Without the layer norm the vectors differ, even at the full width.
             lost = torch.from_numpy(Encoder(plain, **options).encode(TEXTS, role=role))
             assert (F.normalize(lost, dim=-1) - expected).abs().max() > 1e-2
-
-
-def test_version_2_keeps_its_widths_and_has_no_norm(wide, tmp_path):
-    folder, _, _ = folder_of(wide, tmp_path / "nomic-embed-text-v2-moe", nomic.MOE, 2, normalize=True)
-    assert import_released(str(folder), tmp_path / "ours").used_as == "nomic-embed-text-v2-moe"
-    model = Embedder.from_pretrained(tmp_path / "ours")
-    assert (model.trained_widths, model.norm) == ((768, 256), None)
-    load_moe(folder).model.save_pretrained(tmp_path / "plain")
-    assert torch.equal(encoded(tmp_path / "ours"), encoded(tmp_path / "plain"))
 
 
 @pytest.mark.parametrize(

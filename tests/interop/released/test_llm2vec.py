@@ -8,7 +8,8 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.interop.released import import_released
-from embeddings.interop.released.llm2vec import adapter_chain, load
+from embeddings.interop.released.decoders import adapter_chain
+from embeddings.interop.released.decoders import load_llm2vec as load
 from embeddings.models import BackboneConfig, Embedder
 from tests.helpers.tiny import sentencepiece_tokenizer
 from tests.interop.released.decoder import FIELDS, HIDDEN, LAYERS, ROWS, decoder_shapes, decoder_states

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from embeddings.common import InputError
 from embeddings.inference import Encoder
-from embeddings.interop.released.nv_embed import load
+from embeddings.interop.released.decoders import load_nv_embed as load
 from embeddings.models import Embedder, check_bidirectional
 from tests.helpers.tiny import sentencepiece_tokenizer
 from tests.interop.released.decoder import FIELDS, HIDDEN, decoder_shapes, decoder_states
