@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.masking_utils import sliding_window_bidirectional_overlay
+from transformers.masking_utils import sliding_window_bidirectional_overlay, sliding_window_overlay
 
 from .pooling import MeanPooling, first_position, learned_positions, plain_backbone
 from .portable import SavedLayer, TextTransformer, load_backbone, load_tensors, read_text, save_json, save_tensors
@@ -266,14 +266,23 @@ def without_positions(
     return position_T, prefix_NPH - learned(index_T.new_full((1,), first))
 
 
+def _near(config: Any, index_T: Tensor) -> Tensor:
+    """Whether a token sees another within its window, (T, T), by the rule of the backbone's own mask."""
+    query_T1, window = index_T[:, None], config.sliding_window
+    if getattr(config, "use_bidirectional_attention", False) and getattr(config, "is_causal", True):
+        # Gemma 3 sees in both directions as far as a causal mask sees to the left, one token less than other encoders.
+        sees = sliding_window_overlay(window)
+        return sees(0, 0, query_T1, index_T) & sees(0, 0, index_T, query_T1)  # type: ignore[no-any-return]
+    return sliding_window_bidirectional_overlay(window)(0, 0, query_T1, index_T)  # type: ignore[no-any-return]
+
+
 def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dtype: torch.dtype) -> Any:
     """The backbone's attention mask, or a dict of masks by layer type if some layers have a window."""
     if "sliding_attention" not in (getattr(model.config, "layer_types", None) or ()):
         return seen_NT.long()
     index_T = torch.arange(seen_NT.shape[1], device=seen_NT.device)
     is_text_T = index_T >= num_prefix
-    near = sliding_window_bidirectional_overlay(model.config.sliding_window)
-    near_TT = near(0, 0, index_T[:, None], index_T) | ~(is_text_T[:, None] & is_text_T)
+    near_TT = _near(model.config, index_T) | ~(is_text_T[:, None] & is_text_T)
     seen_N1TT = seen_NT[:, None, None, :].expand(-1, 1, len(index_T), -1)
     masks = {"full_attention": seen_N1TT, "sliding_attention": seen_N1TT & near_TT}
     if model.config._attn_implementation == "eager":
