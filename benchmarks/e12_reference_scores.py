@@ -56,7 +56,7 @@ def tiny_evaluation_root() -> Path:
 def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[str, float]]:
     """The kind of a folder, and the main metric of each model; for retrieval, of BM25 too."""
     data, scores = read_evaluation_folder(folder), {}
-    if isinstance(data, RetrievalFolder):
+    if isinstance(data, RetrievalFolder) and data.kind == "retrieval":
         ranked, _ = BM25(data.documents).search(data.queries, 100, data.tie_order_N)
         scores["BM25"] = retrieval_metrics(ranked, data.qrels).metrics["ndcg_at_10"]
     for name, encoder in encoders.items():

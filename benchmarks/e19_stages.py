@@ -32,7 +32,7 @@ from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.common.io import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.evaluation import EvaluationFolder, evaluate_folder, read_evaluation_folder
-from embeddings.evaluation.folders import ClusteringFolder
+from embeddings.evaluation.folders import clustering
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE
 from embeddings.mining import NegativeRules, Teachers, mine_negatives
@@ -136,7 +136,7 @@ class StagesWorkspace(Workspace):
             return read_evaluation_folder(data_folder() / name)
         held_out = _rows(name, "test")[1::2]
         rows = held_out[:: len(held_out) // NUM_CLUSTERED]
-        return ClusteringFolder([row["text"] for row in rows], [row["label"] for row in rows])
+        return clustering([row["text"] for row in rows], [row["label"] for row in rows])
 
 
 def _file(name: str, split: str) -> Path:

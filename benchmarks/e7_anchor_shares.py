@@ -20,7 +20,7 @@ from benchmarks.e5_pooling_and_mask import CONFIGS, decoder
 from benchmarks.trials import Metrics, Trial, run_recipes, table, trial_options
 from embeddings.common import TextSettings
 from embeddings.evaluation import read_retrieval_folder
-from embeddings.inference.inspection import PLACES, anchor_shares
+from embeddings.inference.inspection import PLACES, shares_of, token_weights
 from embeddings.models import AnchorTokenPooling, BackboneConfig, Embedder, load_backbone
 
 NUM_TEXTS, TINY_TEXTS = 512, 4
@@ -86,7 +86,8 @@ def shares(trial: Trial, work: Path, tiny: bool) -> Metrics:
     backbone, tokenizer = load_backbone(BackboneConfig(case.model, bidirectional=case.bidirectional))
     pooling = AnchorTokenPooling(backbone.config.hidden_size, by_visible_queries=case.by_visible_queries)
     text = TextSettings(document_max_length=case.max_length)
-    result = anchor_shares(Embedder(backbone, tokenizer, pooling, text=text), [documents[row] for row in rows])
+    embedder = Embedder(backbone, tokenizer, pooling, text=text)
+    result = shares_of(token_weights(embedder, [documents[row] for row in rows]))
     weights = {f"weight on {place}": value for place, value in result.weight.items()}
     return {**weights, **{f"tokens, {place}": value for place, value in result.tokens.items()}}
 

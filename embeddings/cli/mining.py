@@ -17,14 +17,7 @@ from embeddings.data import SourceConfig
 from embeddings.data.sources import SuspectRows
 from embeddings.data.store import open_cached, record_place
 from embeddings.evaluation import find_evaluation_folders, read_evaluation_folder
-from embeddings.evaluation.folders import (
-    ClassificationFolder,
-    RerankingFolder,
-    RetrievalFolder,
-    corpus_texts,
-    read_retrieval_files,
-    retrieval_files_of,
-)
+from embeddings.evaluation.folders import RetrievalFolder, read_retrieval_files, retrieval_files_of
 from embeddings.inference import Encoder
 from embeddings.mining import (
     ClusterSettings,
@@ -303,12 +296,12 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTex
     document_texts: list[str] = []
     for path in (path for root in roots for path in find_evaluation_folders(root)):
         folder = read_evaluation_folder(path)
-        if isinstance(folder, RetrievalFolder | RerankingFolder):
+        if isinstance(folder, RetrievalFolder):
             queries += folder.queries
             document_texts += folder.documents if documents else []
             continue
         # A classification folder's training texts are not test texts.
-        texts = folder.test_texts if isinstance(folder, ClassificationFolder) else corpus_texts(folder)
+        texts = folder.splits["test"]["text"] if folder.kind == "classification" else folder.context_texts
         queries += texts
         document_texts += texts
     return EvaluationTexts(queries, document_texts)

@@ -108,7 +108,7 @@ def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
     for split, folder in data.items():
         run = score_retrieval(encoder, folder)
         scores[split] = rounded(run.metrics)
-    return scores, run.document_ND
+    return scores, encoder.comparable(run.document_ND)
 
 
 def rounded(metrics: dict[str, float]) -> dict[str, float]:

@@ -16,13 +16,13 @@ from embeddings.common.text import choose_prompt, printable
 from embeddings.evaluation import evaluate_folders, format_results
 from embeddings.evaluation.mteb_library import Instructions, load_mteb
 from embeddings.inference import (
-    ContextDraw,
+    Context,
     CorpusSearch,
     Encoder,
     Precision,
     VectorFolder,
     VectorFormat,
-    draw_context,
+    choose_context,
     encode_corpus,
     parse_devices,
 )
@@ -47,9 +47,9 @@ class ContextOptions:
     context_size: int | None = None
     context_seed: int = 0
 
-    def draw(self, encoder: Encoder) -> ContextDraw | None:
+    def draw(self, encoder: Encoder) -> Context | None:
         if self.context is not None:
-            return draw_context(encoder, self.context, self.context_size, self.context_seed)
+            return choose_context(encoder, self.context, self.context_size, self.context_seed)
         refuse_given({"context_size": self.context_size}, "needs a corpus to draw from", "name one with --context")
         return None
 
@@ -99,19 +99,9 @@ def encode(
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = context.draw(encoder)
     warn_without_context(encoder, drawn is not None, "--context")
-    folder = encode_corpus(
-        encoder,
-        input,
-        output,
-        prompt_name=chosen,
-        role=role,
-        columns=columns,
-        context=None if drawn is None else drawn.encoded(encoder),
-        shard_size=shard_size,
-        vector_format=vector_format,
-        devices=names,
-        tokenizer_workers=tokenizer_workers,
-    )
+    texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns, "context": drawn}
+    files: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
+    folder = encode_corpus(encoder, input, output, **texts, **files, devices=names, tokenizer_workers=tokenizer_workers)
     size = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 
@@ -183,7 +173,7 @@ def search(
     encoder = load_encoder(model, precision, dimensions)
     drawn = context.draw(encoder)
     searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
-    warn_without_context(encoder, searched.has_context, "--context")
+    warn_without_context(encoder, searched.context is not None, "--context")
     if query is not None:
         _print_hits(searched, query, top_k)
         return

@@ -38,11 +38,11 @@ from embeddings.common.text import format_table
 from embeddings.evaluation.mteb_tasks import TEXTS_PER_BATCH, ContextualTaskEncoder, TaskEncoder
 
 PREFIX = "air-bench"
-MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
+_MAIN_SCORES = {"qa": "ndcg_at_10", "long-doc": "recall_at_10"}
+_METRICS = {"qa": "nDCG@10 x 100", "long-doc": "Recall@10 x 100"}
 # Documents per query in a submission.
 SUBMITTED = 1000
 _CHANGED = "check its page for changes of the benchmark, or delete the cached copy and load it again"
-_METRICS = {"ndcg_at_10": "nDCG@10 x 100", "recall_at_10": "Recall@10 x 100"}
 
 
 class AirBenchSet(NamedTuple):
@@ -112,7 +112,7 @@ def air_bench_tasks(name: str) -> list["AirBenchTask"]:
 
     Several words of one kind select the data sets of any of them, and a kind without a word is not restricted:
     `air-bench-qa-law-en-de` is two data sets. By default the version is 24.05, and the split the one with public
-    labels, `dev`; 24.04 only has `test`. An unknown word, or words that no data set matches, are an `OptionError`.
+    labels, `dev`; 24.04 only has `test`.
     """
     exact = [data for data in air_bench_sets() if data.name == name]
     if exact:
@@ -144,7 +144,7 @@ def _task(data: AirBenchSet) -> "AirBenchTask":
         type="Retrieval",
         eval_splits=[data.split],
         eval_langs=["und-Zyyy"],
-        main_score=MAIN_SCORES[data.task],
+        main_score=_MAIN_SCORES[data.task],
     )
     task: AirBenchTask = type("AirBenchTask", (AirBenchTask,), {"metadata": metadata, "data": data})()
     return task
@@ -157,7 +157,7 @@ class AirBenchTask(AbsTaskRetrieval):
     dataset: Any
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Load corpus, queries and labels from the cache or the Hub; an `InputError` if one is invalid."""
+        """Load corpus, queries and labels from the cache or the Hub."""
         if self.data_loaded:
             return
         where = f"{self.data.repository}, {self.data.config}"
@@ -169,13 +169,12 @@ class AirBenchTask(AbsTaskRetrieval):
                 what = f"split {split} has no column {missing[0]} (found: {', '.join(rows.column_names)})"
                 raise InputError(where, what, _CHANGED)
             loaded[name] = rows.select_columns(list(columns))
-        ids = {name: loaded[name]["id"][:] for name in ("queries", "corpus")}
-        for name, values in ids.items():
-            if len(set(values)) < len(values):
+        known = {"qid": set(loaded["queries"]["id"][:]), "docid": set(loaded["corpus"]["id"][:])}
+        for name, column in (("queries", "qid"), ("corpus", "docid")):
+            if len(known[column]) < len(loaded[name]):
                 raise InputError(where, f"an id of the {name} occurs twice", _CHANGED)
         relevant: dict[str, dict[str, int]] = defaultdict(dict)
         if self.data.has_labels:
-            known = {"qid": set(ids["queries"]), "docid": set(ids["corpus"])}
             for row in loaded["qrels"]:
                 unknown = next((name for name, values in known.items() if row[name] not in values), None)
                 if unknown is not None:
@@ -191,9 +190,8 @@ class AirBenchTask(AbsTaskRetrieval):
         """Search the corpus with all queries, and write the results in the format of the leaderboard."""
         data, split = self.data, self.dataset["default"][self.data.split]
         searcher: Any = adapted if isinstance(adapted, ContextualTaskEncoder) else SearchEncoderWrapper(adapted)
-        encoding = {"batch_size": TEXTS_PER_BATCH, "show_progress_bar": False}
         shared: Any = {"task_metadata": self.metadata, "hf_split": data.split, "hf_subset": "default"}
-        shared["encode_kwargs"] = encoding
+        shared["encode_kwargs"] = {"batch_size": TEXTS_PER_BATCH, "show_progress_bar": False}
         searcher.index(split["corpus"], **shared)
         found = searcher.search(split["queries"], top_k=SUBMITTED, **shared)
         fields = {
@@ -245,7 +243,7 @@ def format_domains(scored: Sequence[tuple[AirBenchSet, Mapping[int, float | None
         rows = [(data, scores) for data, scores in scored if (data.version, data.task) == (version, task)]
         domains = sorted({data.domain for data, _ in rows})
         languages = list(dict.fromkeys(data.language for data, _ in rows))
-        table = [(f"AIR-Bench {version} {task} dev, {_METRICS[MAIN_SCORES[task]]}", *domains, "mean")]
+        table = [(f"AIR-Bench {version} {task} dev, {_METRICS[task]}", *domains, "mean")]
         widths = list(rows[0][1])
         for width in widths:
             for language in [*languages, "all"] if len(languages) > 1 else languages:

@@ -1,18 +1,17 @@
 """Evaluation folders, whose kind is recognised by their files and fields, and retrieval metrics.
 
 The metrics are those of trec_eval, which mteb and BEIR use. nDCG has a linear gain: gain = relevance, discount =
-log2(1 + rank). Equal scores rank by descending identifier (`trec_order`). A query whose documents were all judged not
-relevant has the value 0; a query without a judgment is skipped and counted.
+log2(1 + rank). A query whose documents were all judged not relevant has the value 0; one without a judgment is skipped.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +45,13 @@ class Qrels:
     relevance_J: Floats
     num_queries: int
     num_documents: int
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int, float]], num_queries: int, num_documents: int) -> Self:
+        """The judgments of one or more pairs: query row, document row and grade."""
+        query_J, document_J, relevance_J = zip(*pairs, strict=True)
+        rows = np.array(query_J, dtype=np.int64), np.array(document_J, dtype=np.int64)
+        return cls(*rows, np.array(relevance_J, dtype=np.float64), num_queries, num_documents)
 
     def gain(self, ranked_QK: Ints) -> Floats:
         """The grade of each ranked document, (Q, K); 0 if it is not relevant, or if the row is -1 (no document)."""
@@ -113,13 +119,8 @@ def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floa
     }
 
 
-def trec_order(document_ids: Sequence[str]) -> Ints:
-    """The rows of documents by descending identifier, as trec_eval ranks equal scores, (N,)."""
-    return np.array(sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True), dtype=np.int64)
-
-
 def dcg(gain_QK: Floats) -> Floats:
-    """Discounted cumulative gain of each query: sum over ranks r of gain / log2(1 + r), (Q,)."""
+    """Discounted cumulative gain of each query, (Q,)."""
     value_Q: Floats = gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
     return value_Q
 
@@ -150,20 +151,36 @@ _QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 @dataclass(frozen=True, eq=False)
 class RetrievalFolder:
-    """Documents (title and text), queries with a judgment, and the qrels by row."""
+    """Documents (title and text), queries with a judgment, the qrels by row, and the number of other queries.
 
-    kind: ClassVar[str] = "retrieval"
+    For reranking, `candidates` are the rows of each query's documents, the relevant ones first.
+    """
+
     documents: list[str]
     document_ids: list[str]
     queries: list[str]
     query_ids: list[str]
     qrels: Qrels
-    num_skipped: int
+    num_skipped: int = 0
+    candidates: list[list[int]] | None = None
+
+    @property
+    def kind(self) -> str:
+        return "retrieval" if self.candidates is None else "reranking"
+
+    @property
+    def context_texts(self) -> list[str]:
+        return self.documents
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"num_queries": len(self.queries), "num_documents": len(self.documents)}
 
     @cached_property
     def tie_order_N(self) -> Ints:
-        """The rows of the documents in the order of equal scores (see `trec_order`)."""
-        return trec_order(self.document_ids)
+        """The rows of the documents by descending id, as trec_eval ranks equal scores, (N,)."""
+        ids = self.document_ids
+        return np.array(sorted(range(len(ids)), key=ids.__getitem__, reverse=True), dtype=np.int64)
 
 
 class RetrievalFiles(NamedTuple):
@@ -175,75 +192,19 @@ class RetrievalFiles(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SimilarityFolder:
-    """N pairs of sentences and their human similarity scores, (N,) float64."""
+class TaskFolder:
+    """Data of another kind: the columns of each split, under the names that the task class of mteb expects.
 
-    kind: ClassVar[str] = "sts"
-    first: list[str]
-    second: list[str]
-    score_N: npt.NDArray[np.float64]
+    A context is drawn from `context_texts`: never from texts to classify. `counts` are sizes for tables.
+    """
 
-
-@dataclass(frozen=True, eq=False)
-class PairClassificationFolder:
-    """N pairs of sentences and their labels, 1 for the same meaning, else 0, (N,) int64."""
-
-    kind: ClassVar[str] = "pair_classification"
-    first: list[str]
-    second: list[str]
-    label_N: npt.NDArray[np.int64]
+    kind: str
+    splits: dict[str, dict[str, list[Any]]]
+    context_texts: list[str]
+    counts: dict[str, int]
 
 
-@dataclass(frozen=True, eq=False)
-class ClassificationFolder:
-    """Texts and labels to train and to test a classifier."""
-
-    kind: ClassVar[str] = "classification"
-    train_texts: list[str]
-    train_labels: list[str]
-    test_texts: list[str]
-    test_labels: list[str]
-
-
-@dataclass(frozen=True, eq=False)
-class ClusteringFolder:
-    """Texts and their true labels."""
-
-    kind: ClassVar[str] = "clustering"
-    texts: list[str]
-    labels: list[str]
-
-
-@dataclass(frozen=True, eq=False)
-class RerankingFolder:
-    """Queries, unique candidate texts, and the rows of each query's candidates, the relevant ones first."""
-
-    kind: ClassVar[str] = "reranking"
-    queries: list[str]
-    documents: list[str]
-    candidate_rows: list[list[int]]
-    num_relevant: list[int]
-
-
-@dataclass(frozen=True, eq=False)
-class SummarisationFolder:
-    """Human and machine summaries of each text, and human ratings of the machine summaries."""
-
-    kind: ClassVar[str] = "summarisation"
-    human_summaries: list[list[str]]
-    machine_summaries: list[list[str]]
-    relevance: list[list[float]]
-
-
-EvaluationFolder = (
-    RetrievalFolder
-    | SimilarityFolder
-    | PairClassificationFolder
-    | ClassificationFolder
-    | ClusteringFolder
-    | RerankingFolder
-    | SummarisationFolder
-)
+EvaluationFolder = RetrievalFolder | TaskFolder
 
 
 def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
@@ -255,9 +216,6 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     "sentence2", "score"}, pair classification {"sentence1", "sentence2", "label"} with labels 0 and 1, reranking
     {"query", "positive", "negatives"}, summarisation {"human_summaries", "machine_summaries", "relevance"}. Every JSONL
     file may be gzipped as `.jsonl.gz`. Other fields are ignored.
-
-    Raises:
-        InputError: If the folder has none of these layouts, or a row is invalid; the message names file and row.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -279,41 +237,23 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
         raise InputError(where, f"has the fields of no known kind (found: {present})", f"write {_ROWS}")
     train = _find(folder, "train")
     test_rows = _read_labelled(test, needs_two_labels=train is None)
-    if train is None:
-        return ClusteringFolder(*test_rows)
-    return ClassificationFolder(*_read_labelled(train, needs_two_labels=True), *test_rows)
+    return clustering(*test_rows) if train is None else _classification(_read_labelled(train, True), test_rows)
 
 
 def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
-    """Read the corpus, queries and qrels of a retrieval folder."""
     folder = read_evaluation_folder(path)
-    if not isinstance(folder, RetrievalFolder):
+    if not isinstance(folder, RetrievalFolder) or folder.kind != "retrieval":
         hint = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
         raise InputError(str(path), f"has {folder.kind} data, not retrieval data", hint)
     return folder
 
 
 def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
-    """The evaluation folders at or below `root`, sorted by path, not those inside others; an `InputError` if none."""
+    """The evaluation folders at or below `root`, sorted by path, not those inside others."""
     folders = list(_walk(Path(root)))
     if not folders:
         raise InputError(str(root), "has no evaluation data", _LAYOUTS)
     return folders
-
-
-def corpus_texts(folder: EvaluationFolder) -> Sequence[str]:
-    """The texts from which a folder's context is drawn: never retrieval queries or texts to classify."""
-    match folder:
-        case RetrievalFolder() | RerankingFolder():
-            return folder.documents
-        case SimilarityFolder() | PairClassificationFolder():
-            return [*folder.first, *folder.second]
-        case SummarisationFolder():
-            return [*chain.from_iterable((*folder.human_summaries, *folder.machine_summaries))]
-        case ClassificationFolder():
-            return folder.train_texts
-        case ClusteringFolder():
-            return folder.texts
 
 
 def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
@@ -326,8 +266,11 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
 
 def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
     """Read retrieval files; the whole corpus is in memory."""
-    documents = list(read_corpus(files.corpus))
-    document_row = {document.document_id: row for row, document in enumerate(documents)}
+    document_ids, documents = list[str](), list[str]()
+    for document in read_corpus(files.corpus):
+        document_ids.append(document.document_id)
+        documents.append(document.text)
+    document_row = dict(zip(document_ids, range(len(document_ids)), strict=True))
     text_of_query = _read_queries(files.queries)
     relevance = read_qrels(files.qrels, text_of_query.keys(), document_row.keys())
     # The queries file of a benchmark often has the queries of all splits: only those that are judged here are used.
@@ -337,12 +280,9 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
         for query_row, query in enumerate(query_ids)
         for document, grade in relevance[query].items()
     ]
-    query_J, document_J, relevance_J = zip(*pairs, strict=True)
-    rows = np.array(query_J, dtype=np.int64), np.array(document_J, dtype=np.int64)
-    qrels = Qrels(*rows, np.array(relevance_J, dtype=np.float64), len(query_ids), len(documents))
-    texts, queries = [document.text for document in documents], [text_of_query[query] for query in query_ids]
-    num_skipped = len(text_of_query) - len(query_ids)
-    return RetrievalFolder(texts, list(document_row), queries, query_ids, qrels, num_skipped)
+    qrels = Qrels.of(pairs, len(query_ids), len(documents))
+    queries = [text_of_query[query] for query in query_ids]
+    return RetrievalFolder(documents, document_ids, queries, query_ids, qrels, len(text_of_query) - len(query_ids))
 
 
 def read_qrels(
@@ -351,7 +291,7 @@ def read_qrels(
     """The grade of each judged document of each query; 0 or below means not relevant.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
-    (TREC, tabs or spaces). An `InputError` names file and row, also of an unknown id.
+    (TREC, tabs or spaces).
     """
     relevance: dict[str, dict[str, float]] = {}
     for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
@@ -430,16 +370,21 @@ def _read_queries(path: Path) -> dict[str, str]:
     return text_of_query
 
 
-def _read_similarity(path: Path) -> SimilarityFolder:
+def _read_similarity(path: Path) -> TaskFolder:
     reader = open_reader(path, SCORED_FIELDS, SCORED_FIELDS)
     pairs = [parse_scored_pair(fields, {}, where) for where, fields in reader]
     if len({pair.score for pair in pairs}) < 2:
         raise InputError(str(path), f"every score is {pairs[0].score}", "a rank correlation needs two different scores")
-    scores = np.array([pair.score for pair in pairs], dtype=np.float64)
-    return SimilarityFolder([pair.sentence1 for pair in pairs], [pair.sentence2 for pair in pairs], scores)
+    first, second = [pair.sentence1 for pair in pairs], [pair.sentence2 for pair in pairs]
+    return _pairs("sts", first, second, score=[float(pair.score) for pair in pairs])
 
 
-def _read_pairs(path: Path) -> PairClassificationFolder:
+def _pairs(kind: str, first: list[str], second: list[str], **marks: list[Any]) -> TaskFolder:
+    columns = {"sentence1": first, "sentence2": second, **marks}
+    return TaskFolder(kind, {"test": columns}, [*first, *second], {"num_pairs": len(first)})
+
+
+def _read_pairs(path: Path) -> TaskFolder:
     first, second, labels = [], [], []
     for where, fields in open_reader(path, PAIR_FIELDS, PAIR_FIELDS):
         first.append(_filled_text(where, fields, "sentence1"))
@@ -451,14 +396,14 @@ def _read_pairs(path: Path) -> PairClassificationFolder:
         labels.append(int(value))
     if len({*labels}) < 2:
         raise InputError(str(path), f"every label is {labels[0]}", "add pairs with the other label: 0 and 1 are needed")
-    return PairClassificationFolder(first, second, np.array(labels, dtype=np.int64))
+    return _pairs("pair_classification", first, second, labels=labels)
 
 
-def _read_reranking(path: Path) -> RerankingFolder:
+def _read_reranking(path: Path) -> RetrievalFolder:
     """Read rows, which are training records (see `parse_record`); a text that a row repeats is one candidate."""
     queries: list[str] = []
     row_of: dict[str, int] = {}
-    candidate_rows, num_relevant = [], []
+    candidates, pairs = list[list[int]](), list[tuple[int, int, float]]()
     for where, fields in open_reader(path, RERANKING_FIELDS, RERANKING_FIELDS):
         record = parse_record({name: fields[name] for name in RERANKING_FIELDS if name in fields}, {}, where)
         relevant = dict.fromkeys(record.positives)
@@ -467,29 +412,54 @@ def _read_reranking(path: Path) -> RerankingFolder:
             raise InputError(where, "the query has no negatives", "list texts that are not relevant as 'negatives'")
         if relevant.keys() & others.keys():
             raise InputError(where, "a text is both positive and negative", "keep it on one side")
+        rows = [row_of.setdefault(text, len(row_of)) for text in chain(relevant, others)]
+        pairs += [(len(queries), row, 1.0) for row in rows[: len(relevant)]]
         queries.append(record.query)
-        candidate_rows.append([row_of.setdefault(text, len(row_of)) for text in chain(relevant, others)])
-        num_relevant.append(len(relevant))
-    return RerankingFolder(queries, list(row_of), candidate_rows, num_relevant)
+        candidates.append(rows)
+    document_ids, query_ids = (list(map(str, range(len(texts)))) for texts in (row_of, queries))
+    qrels = Qrels.of(pairs, len(queries), len(row_of))
+    return RetrievalFolder(list(row_of), document_ids, queries, query_ids, qrels, candidates=candidates)
 
 
-def _read_summarisation(path: Path) -> SummarisationFolder:
-    folder = SummarisationFolder([], [], [])
+def _read_summarisation(path: Path) -> TaskFolder:
+    columns: dict[str, list[Any]] = {name: [] for name in SUMMARY_FIELDS}
     for where, fields in open_reader(path, SUMMARY_FIELDS, SUMMARY_FIELDS):
-        human, machine = (
-            [_filled_text(where, {label: value}, label) for label, value in _items(where, fields, name)]
-            for name in SUMMARY_FIELDS[:2]
-        )
-        relevance = [_finite_number(where, label, value) for label, value in _items(where, fields, "relevance")]
-        if len(machine) != len(relevance):
-            what = f"relevance has length {len(relevance)}, machine_summaries {len(machine)}"
+        for name in SUMMARY_FIELDS[:2]:
+            items = _items(where, fields, name)
+            columns[name].append([_filled_text(where, {label: value}, label) for label, value in items])
+        relevance = list[float]()
+        for label, value in _items(where, fields, "relevance"):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InputError(where, f"{label} is {shown(str(value))}, expected a finite number", "give it a number")
+            relevance.append(float(value))
+        if len(columns["machine_summaries"][-1]) != len(relevance):
+            what = f"relevance has length {len(relevance)}, machine_summaries {len(columns['machine_summaries'][-1])}"
             raise InputError(where, what, "give each machine summary a number")
-        folder.human_summaries.append(human)
-        folder.machine_summaries.append(machine)
-        folder.relevance.append(relevance)
-    if all(len({*relevance}) < 2 for relevance in folder.relevance):
+        columns["relevance"].append(relevance)
+    if all(len({*relevance}) < 2 for relevance in columns["relevance"]):
         raise InputError(str(path), "no row has two different numbers in relevance", "rank correlation needs them")
-    return folder
+    texts = [*chain.from_iterable(chain(columns["human_summaries"], columns["machine_summaries"]))]
+    num_texts = len(columns["relevance"])
+    # mteb requires the texts too, but does not use them.
+    return TaskFolder("summarisation", {"test": {"text": [""] * num_texts, **columns}}, texts, {"num_texts": num_texts})
+
+
+def clustering(texts: list[str], labels: list[str]) -> TaskFolder:
+    counts = {"num_texts": len(texts), "num_labels": len(set(labels))}
+    return TaskFolder("clustering", {"test": {"sentences": texts, "labels": labels}}, texts, counts)
+
+
+def _classification(train: tuple[list[str], list[str]], test: tuple[list[str], list[str]]) -> TaskFolder:
+    """Both splits with labels as numbers; mteb scores two labels as binary classification, where 1 is positive."""
+    # The labels of the test split come first, so that two of them are 0 and 1 even if training has others.
+    names = [*sorted({*test[1]}), *sorted({*train[1]} - {*test[1]})]
+    number_of = {name: number for number, name in enumerate(names)}
+    splits: dict[str, dict[str, list[Any]]] = {
+        split: {"text": texts, "label": [number_of[label] for label in labels]}
+        for split, (texts, labels) in {"train": train, "test": test}.items()
+    }
+    counts = {"num_train": len(train[0]), "num_test": len(test[0]), "num_labels": len(set(train[1]))}
+    return TaskFolder("classification", splits, train[0], counts)
 
 
 def _read_labelled(path: Path, needs_two_labels: bool) -> tuple[list[str], list[str]]:
@@ -505,12 +475,6 @@ def _filled_text(where: str, fields: Mapping[str, Any], name: str) -> str:
     if not value.strip():
         raise InputError(where, f"field {name!r} is empty", "write a text, or drop the row")
     return value
-
-
-def _finite_number(where: str, label: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(where, f"{label} is {shown(str(value))}, expected a finite number", "give it a number")
-    return float(value)
 
 
 def _items(where: str, fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:

@@ -25,14 +25,13 @@ _EXAMPLES_LAYOUT = 'write {"examples": {"SciFact": [{"query": "…", "document":
 
 
 def load_mteb() -> ModuleType:
-    """The module mteb; a `MissingExtraError` names the extra `eval` if it is not installed."""
     with quiet():
         return require("mteb", "eval")
 
 
 @contextmanager
 def quiet(keep_bars: bool = False) -> Iterator[None]:
-    """Silence warnings, log lines and, unless `keep_bars`, progress bars of mteb and its libraries in this process."""
+    """Silence warnings, log lines and, unless `keep_bars`, progress bars of mteb and its libraries."""
     import datasets
     import tqdm.auto
 
@@ -71,12 +70,8 @@ class Instructions:
     texts: dict[str, str]
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
-    def of(self, task: str, kind: str) -> str | None:
-        """The instruction of a task or of its type, or None; later versions (`.v2`) share that of the first."""
-        return self.texts.get(self._key(task, kind))
-
     def prompt(self, task: str, kind: str, text: TextSettings) -> str | None:
-        """The prompt of a task for a model with these settings: examples, then the instruction; None without one."""
+        """The prompt of a task: examples, then the instruction; None without one."""
         key = self._key(task, kind)
         if key not in self.texts:
             return None
@@ -91,8 +86,7 @@ class Instructions:
     def read(cls, source: str) -> Self:
         """Read a published table by name, or a JSON file: `{"instructions": {"SciFact": "…", "STS": "…"}}`.
 
-        A file may also contain `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}`. An unknown name is an
-        `OptionError`, and an invalid file an `InputError`.
+        A file may also contain `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}`.
         """
         path = Path(source)
         if source in PUBLISHED:
@@ -134,8 +128,8 @@ def _is_text(value: object) -> bool:
 def task_prompt(text: TextSettings, task: str, task_type: str, role: str | None) -> str:
     """The most specific of a model's prompts for a text, by the rule of mteb; empty if the model has none for it.
 
-    This is the prompt named like the task, else like its type, else like the role of the text. Names with the suffix
-    `-query` or `-document` come first. Texts of tasks without roles (role None) get the model's default prompt instead.
+    This is the prompt named like the task, else like its type, else like the role of the text, or, without a role, the
+    model's default prompt. Names with the suffix `-query` or `-document` come first.
     """
     prompts, names = text.prompts, [task, task_type, text.default_prompt_name]
     if role is not None:

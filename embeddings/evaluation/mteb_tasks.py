@@ -26,21 +26,9 @@ from mteb.similarity_functions import cos_sim, dot_score, pairwise_cos_sim, pair
 from embeddings.common.errors import InputError
 from embeddings.common.io import file_sha256, load_array
 from embeddings.common.text import TextRole
-from embeddings.evaluation.folders import (
-    SUMMARY_FIELDS,
-    ClassificationFolder,
-    ClusteringFolder,
-    EvaluationFolder,
-    PairClassificationFolder,
-    RerankingFolder,
-    RetrievalFolder,
-    SimilarityFolder,
-    SummarisationFolder,
-    find_evaluation_folders,
-    read_evaluation_folder,
-)
+from embeddings.evaluation.folders import EvaluationFolder, TaskFolder, find_evaluation_folders, read_evaluation_folder
 from embeddings.evaluation.mteb_library import task_prompt
-from embeddings.inference.context import ContextDraw, sample_context, sample_rows
+from embeddings.inference.context import encode_documents, sample_context, sample_rows
 from embeddings.inference.encoder import Context, Encoder, Vectors, unit_rows
 from embeddings.inference.vector_folder import Document
 
@@ -71,7 +59,6 @@ class FolderTask:
     max_score: ClassVar[int] = 1
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
-        """Read the folder; an `InputError` if it is invalid, or if a grade is not an integer, which mteb requires."""
         if not self.data_loaded:
             folder = read_evaluation_folder(self.source) if isinstance(self.source, Path) else self.source
             self.dataset = _dataset(folder, str(self.source))
@@ -107,43 +94,9 @@ def folder_task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTas
 
 def _dataset(folder: EvaluationFolder, where: str) -> Any:
     """The data in the form that the task class of mteb has after loading."""
-    match folder:
-        case RetrievalFolder():
-            return {"default": {"test": _retrieval_split(folder, where)}}
-        case RerankingFolder():
-            return {"default": {"test": _reranking_split(folder)}}
-        case SimilarityFolder():
-            columns = {"sentence1": folder.first, "sentence2": folder.second, "score": folder.score_N.tolist()}
-            return DatasetDict(test=Dataset.from_dict(columns))
-        case PairClassificationFolder():
-            labelled = {"sentence1": folder.first, "sentence2": folder.second, "labels": folder.label_N.tolist()}
-            return DatasetDict(test=Dataset.from_dict(labelled))
-        case SummarisationFolder():
-            # mteb requires the texts too, but does not use them.
-            summaries = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
-            return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **summaries}))
-        case ClassificationFolder():
-            return _classification(folder)
-        case ClusteringFolder():
-            return DatasetDict(test=Dataset.from_dict({"sentences": folder.texts, "labels": folder.labels}))
-
-
-def _classification(folder: ClassificationFolder) -> DatasetDict:
-    """Both splits with labels as numbers; mteb scores two labels as binary classification, where 1 is positive."""
-    # The labels of the test split come first, so that two of them are 0 and 1 even if training has others.
-    names = [*sorted({*folder.test_labels}), *sorted({*folder.train_labels} - {*folder.test_labels})]
-    number_of = {name: number for number, name in enumerate(names)}
-    splits = {"train": (folder.train_texts, folder.train_labels), "test": (folder.test_texts, folder.test_labels)}
-    return DatasetDict(
-        {
-            split: Dataset.from_dict({"text": texts, "label": [number_of[label] for label in labels]})
-            for split, (texts, labels) in splits.items()
-        }
-    )
-
-
-def _retrieval_split(folder: RetrievalFolder, where: str) -> dict[str, Any]:
-    qrels = folder.qrels
+    if isinstance(folder, TaskFolder):
+        return DatasetDict({split: Dataset.from_dict(columns) for split, columns in folder.splits.items()})
+    qrels, candidates = folder.qrels, folder.candidates
     relevant: dict[str, dict[str, int]] = defaultdict(dict)
     rows = zip(qrels.query_J.tolist(), qrels.document_J.tolist(), qrels.relevance_J.tolist(), strict=True)
     for query, document, grade in rows:
@@ -151,24 +104,14 @@ def _retrieval_split(folder: RetrievalFolder, where: str) -> dict[str, Any]:
             what = f"the grade {grade:g} is not an integer, which mteb requires"
             raise InputError(where, what, "scale the grades, or score the folder with --data")
         relevant[folder.query_ids[query]][folder.document_ids[document]] = int(grade)
-    return {
+    ranked = [[folder.document_ids[row] for row in rows_of_query] for rows_of_query in candidates or ()]
+    split = {
         "corpus": Dataset.from_dict({"id": folder.document_ids, "text": folder.documents}),
         "queries": Dataset.from_dict({"id": folder.query_ids, "text": folder.queries}),
         "relevant_docs": dict(relevant),
-        "top_ranked": None,
+        "top_ranked": None if candidates is None else dict(zip(folder.query_ids, ranked, strict=True)),
     }
-
-
-def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
-    documents, queries = ([str(row) for row in range(len(texts))] for texts in (folder.documents, folder.queries))
-    candidates = [[documents[row] for row in rows] for rows in folder.candidate_rows]
-    relevant = [dict.fromkeys(rows[:number], 1) for rows, number in zip(candidates, folder.num_relevant, strict=True)]
-    return {
-        "corpus": Dataset.from_dict({"id": documents, "text": folder.documents}),
-        "queries": Dataset.from_dict({"id": queries, "text": folder.queries}),
-        "relevant_docs": dict(zip(queries, relevant, strict=True)),
-        "top_ranked": dict(zip(queries, candidates, strict=True)),
-    }
+    return {"default": {"test": split}}
 
 
 def _files_sha256(path: Path) -> str:
@@ -183,8 +126,7 @@ def _files_sha256(path: Path) -> str:
 class TaskEncoder:
     """A model that implements the encoder protocol of mteb.
 
-    Texts of tasks without roles are encoded as documents. Queries and texts without roles get `instruction_prompt`,
-    else `prompt_name`, else the choice of `task_prompt`. For each task the caller sets `instruction_prompt`, `width`
+    Texts of tasks without roles are encoded as documents. For each task the caller sets `instruction_prompt`, `width`
     (of the vectors to compare) and `folder`, where vectors are stored for the next width.
     """
 
@@ -216,12 +158,10 @@ class TaskEncoder:
         return unit_rows(truncated_ND) if self.encoder.embedder.normalize else truncated_ND
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """The model's scores of all pairs."""
         score = dot_score if self.encoder.embedder.compares_lengths else cos_sim
         return score(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """The model's scores row by row."""
         score = pairwise_dot_score if self.encoder.embedder.compares_lengths else pairwise_cos_sim
         return score(embeddings1, embeddings2)
 
@@ -252,8 +192,7 @@ class TaskEncoder:
 class ContextualTaskEncoder(TaskEncoder):
     """A contextual model that implements the search and encoder protocols of mteb.
 
-    The context of a retrieval task is drawn from its corpus, never from its queries. The context of another task is
-    drawn from the texts that it encodes first: training texts, first sentences of pairs, texts to cluster.
+    The context of a retrieval task is drawn from its corpus, that of another task from the texts that it encodes first.
     """
 
     def __init__(
@@ -269,13 +208,12 @@ class ContextualTaskEncoder(TaskEncoder):
         """Draw the context from a corpus with `id`, `text` and optionally `title`, and index the corpus."""
         rows = sample_rows(len(corpus), self.context_size, self.context_seed).tolist()
         texts = [f"{corpus[row].get('title') or ''} {corpus[row]['text']}".strip() for row in rows]
-        documents = tuple(Document(str(row), text) for row, text in zip(rows, texts, strict=True))
+        documents = [Document(str(row), text) for row, text in zip(rows, texts, strict=True)]
         self._drawn_for = f"{task_metadata.name} {hf_subset}"
-        self._context = ContextDraw(documents, self.context_seed).encoded(self.encoder)
+        self._context = encode_documents(self.encoder, documents, self.context_seed)
         self._searcher.index(corpus, task_metadata=task_metadata, hf_subset=hf_subset, **options)
 
     def search(self, queries: Any, **options: Any) -> dict[str, dict[str, float]]:
-        """The cosines of the nearest documents of each query, a row of `id` and `text`."""
         return self._searcher.search(queries, **options)
 
     def _context_for(self, data: str, texts: list[str]) -> Context | None:

@@ -8,19 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from embeddings.common.process import logger
 from embeddings.common.text import TextRole, format_table
 from embeddings.evaluation.folders import (
-    ClassificationFolder,
-    ClusteringFolder,
     EvaluationFolder,
-    PairClassificationFolder,
-    RerankingFolder,
     RetrievalFolder,
-    SimilarityFolder,
-    corpus_texts,
     find_evaluation_folders,
     read_evaluation_folder,
     retrieval_metrics,
@@ -30,8 +23,11 @@ from embeddings.evaluation.mteb_library import load_mteb, task_prompt
 from embeddings.inference.context import require_context_size, sample_context
 from embeddings.inference.encoder import Context, Encoder, Vectors, check_widths, unit_rows
 from embeddings.inference.search import search_top_k
+from embeddings.inference.vector_folder import DOCUMENT_TILE
 
 CUTOFFS = (10, 100)
+# The kinds that are scored without mteb.
+_OWN_KINDS = {"retrieval", "sts"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class EvaluationResult:
 
     Attributes:
         name: Name of the folder in tables.
-        kind: The folder's class attribute `kind`, such as `retrieval`.
+        kind: The kind of the folder, such as `retrieval`.
         metrics: Values from 0 to 1 (rank correlation: from -1), the main metric first.
         counts: Sizes of the data: `num_queries`, `num_documents`, `num_skipped` (queries without a judgment), …
         seconds: Time of encoding, which several widths share, and of scoring.
@@ -61,7 +57,7 @@ class EvaluationResult:
 
 
 class RetrievalRun(NamedTuple):
-    """Metrics, counts, and the vectors of the documents, (N, D) float32, for further searches."""
+    """Metrics, counts, and the vectors of the documents as encoded, (N, D) float32."""
 
     metrics: dict[str, float]
     counts: dict[str, int]
@@ -96,14 +92,9 @@ def evaluate_widths(
         widths: Numbers of leading dimensions to compare, one result each.
         name: Name for the results; None for the name of the folder.
         prompt_name: Prompt before queries (retrieval, reranking) or every text (others); None for the model's choice.
-        context_size: Number of context documents for a contextual model, drawn from the folder's corpus (see
-            `corpus_texts`); None for no context.
+        context_size: Number of context documents for a contextual model, drawn from the folder's corpus, never from
+            queries or texts to classify; None for no context.
         context_seed: Seed of that draw.
-
-    Raises:
-        InputError: If the folder is invalid; the message names file and row.
-        OptionError: If a width, the prompt or the context does not fit the model.
-        MissingExtraError: If mteb is needed for this kind of folder and not installed.
     """
     check_widths(encoder, widths)
     if isinstance(folder, str | PathLike):
@@ -113,28 +104,28 @@ def evaluate_widths(
         require_context_size(encoder, context_size)
     name = name or folder.kind
     start = time.perf_counter()
-    if not isinstance(folder, RetrievalFolder | SimilarityFolder):
+    if folder.kind not in _OWN_KINDS:
         load_mteb()
         from embeddings.evaluation.task_runs import TaskSettings, score_folder
 
         settings = TaskSettings(prompt_name, context_size=context_size, context_seed=context_seed)
         metrics_by_width = score_folder(encoder, name, folder, widths, settings)
-        scored = [(metrics, _counts(folder), time.perf_counter() - start) for metrics in metrics_by_width]
+        scored = [(metrics, folder.counts, time.perf_counter() - start) for metrics in metrics_by_width]
     else:
         context = None
         if context_size is not None:
-            context = sample_context(encoder, corpus_texts(folder), context_size, context_seed)
+            context = sample_context(encoder, folder.context_texts, context_size, context_seed)
         vectors = _encode(encoder, folder, prompt_name, context, name)
         encoding_seconds, scored = time.perf_counter() - start, []
         for width in widths:
             start = time.perf_counter()
             truncated = [vector_ND[:, :width] for vector_ND in vectors]
             if isinstance(folder, RetrievalFolder):
-                truncated = [encoder.comparable(vector_ND) for vector_ND in truncated]
-                metrics, counts, _ = _score_retrieval(folder, truncated, encoder.device)
+                metrics, counts = _score_retrieval(encoder, folder, *truncated)
             else:
                 cosine_N = np.einsum("nd,nd->n", *map(unit_rows, truncated), dtype=np.float64)
-                metrics, counts = {"cosine_spearman": spearman(cosine_N, folder.score_N)}, _counts(folder)
+                score_N = np.array(folder.splits["test"]["score"])
+                metrics, counts = {"cosine_spearman": spearman(cosine_N, score_N)}, folder.counts
             scored.append((metrics, counts, encoding_seconds + time.perf_counter() - start))
     extra = {} if context_size is None else {"num_context": context_size}
     return [
@@ -154,8 +145,8 @@ def evaluate_folders(
 ) -> list[EvaluationResult]:
     """The scores on every evaluation folder at or below `roots`, in order, at each of `widths` (None for full width).
 
-    All folders are read before the first is scored, so that an error in one of them is reported at once. Arguments and
-    errors are those of `evaluate_widths`.
+    If there are several folders, all are read before the first is scored, so that an error in one of them is reported
+    at once. Arguments are those of `evaluate_widths`.
     """
     if context_size is not None:
         require_context_size(encoder, context_size)
@@ -166,12 +157,18 @@ def evaluate_folders(
         for root in roots
         for path in find_evaluation_folders(root)
     ]
-    if {read_evaluation_folder(path).kind for _, path in folders} - {RetrievalFolder.kind, SimilarityFolder.kind}:
-        load_mteb()
+    data: EvaluationFolder | None = None
+    for _, path in folders:
+        data = read_evaluation_folder(path)
+        if data.kind not in _OWN_KINDS:
+            load_mteb()
+    if len(folders) > 1:
+        # All of them may not fit in memory.
+        data = None
     results: list[EvaluationResult] = []
     options: Any = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
     for name, path in folders:
-        for result in evaluate_widths(encoder, path, widths, name=name, **options):
+        for result in evaluate_widths(encoder, data or path, widths, name=name, **options):
             logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
             results.append(result)
     return results
@@ -193,13 +190,13 @@ def score_retrieval(
     encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None = None, context: Context | None = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    vectors = [encoder.comparable(vector_ND) for vector_ND in _encode(encoder, folder, prompt_name, context)]
-    return _score_retrieval(folder, vectors, encoder.device)
+    query_QD, document_ND = _encode(encoder, folder, prompt_name, context)
+    return RetrievalRun(*_score_retrieval(encoder, folder, query_QD, document_ND), document_ND)
 
 
 def _encode(
     encoder: Encoder,
-    folder: RetrievalFolder | SimilarityFolder,
+    folder: EvaluationFolder,
     prompt_name: str | None,
     context: Context | None,
     name: str = "",
@@ -218,27 +215,15 @@ def _encode(
 
     if isinstance(folder, RetrievalFolder):
         return [vectors(folder.queries, "query"), vectors(folder.documents, "document")]
-    return np.split(vectors([*folder.first, *folder.second]), 2)
+    return np.split(vectors(folder.context_texts), 2)
 
 
-def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[Vectors], device: torch.device) -> RetrievalRun:
-    query_QD, document_ND = vectors
-    best = search_top_k(query_QD, document_ND, max(CUTOFFS), device, folder.tie_order_N)
+def _score_retrieval(
+    encoder: Encoder, folder: RetrievalFolder, query_QD: Vectors, document_ND: Vectors
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Metrics and counts; vectors are made comparable tile by tile, without another copy of all of them."""
+    starts = range(0, len(document_ND), DOCUMENT_TILE)
+    tiles = (encoder.comparable(document_ND[start : start + DOCUMENT_TILE]) for start in starts)
+    best = search_top_k(encoder.comparable(query_QD), tiles, max(CUTOFFS), encoder.device, folder.tie_order_N)
     scores = retrieval_metrics(best.index_QK, folder.qrels, CUTOFFS)
-    counts = {"num_queries": scores.num_queries, "num_documents": len(folder.documents)}
-    return RetrievalRun(scores.metrics, {**counts, "num_skipped": folder.num_skipped}, document_ND)
-
-
-def _counts(folder: EvaluationFolder) -> dict[str, int]:
-    match folder:
-        case RetrievalFolder() | RerankingFolder():
-            return {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
-        case SimilarityFolder() | PairClassificationFolder():
-            return {"num_pairs": len(folder.first)}
-        case ClassificationFolder():
-            sizes = {"num_train": len(folder.train_texts), "num_test": len(folder.test_texts)}
-            return {**sizes, "num_labels": len(set(folder.train_labels))}
-        case ClusteringFolder():
-            return {"num_texts": len(folder.texts), "num_labels": len(set(folder.labels))}
-        case _:
-            return {"num_texts": len(folder.relevance)}
+    return scores.metrics, {**folder.counts, "num_queries": scores.num_queries, "num_skipped": folder.num_skipped}

@@ -60,8 +60,7 @@ def find_tasks(names: str | Sequence[str]) -> list[AbsTask]:
     """The tasks with these names (a list, or text separated by commas), unique, in order, without their data.
 
     A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), a benchmark or task of mteb, AIR-Bench or some of
-    its data sets (see `air_bench_tasks`), or a folder with evaluation data at or below it. An unknown name, a task with
-    other data than texts, or two tasks of one name with different data, languages or splits are an `OptionError`.
+    its data sets (see `air_bench_tasks`), or a folder with evaluation data at or below it.
     """
     # A comma inside brackets is part of the name: MTEB(eng, v1).
     words = re.split(r",(?![^(]*\))", names) if isinstance(names, str) else names
@@ -138,10 +137,9 @@ class TaskSettings:
 
 
 class TaskResults:
-    """A folder of results: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`.
+    """A folder of results, `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`, as `mteb.ResultCache` reads them.
 
-    Model, revision and settings are part of the path; `mteb.ResultCache(FOLDER)` reads all of them. That class does not
-    write them: its files are not atomic, and `only-missing` returns a result for data that have changed.
+    That class does not write them: its files are not atomic, and `only-missing` returns a result for changed data.
     """
 
     def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
@@ -257,14 +255,9 @@ def run_tasks(
 ) -> list[TaskScore]:
     """Run the tasks that have no result yet, write a table of all results, and return the scores.
 
-    The result of a task is written as soon as it is computed: after a kill the same call resumes. In offline mode, the
-    data of all tasks are loaded once before the first task runs, so that a missing data set is reported first. `share`
-    contains the indices of the tasks that this process runs.
-
-    Raises:
-        OptionError: If a setting does not fit the model.
-        InputError: If the data of a task cannot be loaded or used, or a score is not finite; the message names the
-            task.
+    After a kill the same call resumes at the first unfinished task. In offline mode, the data of all tasks are loaded
+    once before the first task runs, so that a missing data set is reported first. `share` contains the indices of the
+    tasks that this process runs.
     """
     widths = list(dict.fromkeys(settings.widths or [encoder.embedding_dim]))
     check_widths(encoder, widths)

@@ -1,8 +1,4 @@
-"""Plots of vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15).
-
-The arguments of each `draw_…` function include a title, a subtitle below it, and the PNG file to write. They raise
-`MissingExtraError` if matplotlib is not installed.
-"""
+"""Plots of vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,11 +68,8 @@ class Plane(NamedTuple):
 class ClusterFacts(NamedTuple):
     """How compact a cluster is, and its distance from the other clusters of a sample.
 
-    Attributes:
-        cluster: Number of the cluster; `num_rows` and `num_drawn` are its rows in the folder and in the sample.
-        cosine: Mean cosine of its sampled rows with their mean.
-        nearest: The other cluster with the nearest mean (itself if there is no other), and the cosine of the means.
-        at_home: Share of its sampled rows that are nearest to its own mean.
+    `cosine` is the mean cosine of its sampled rows with their mean, `nearest` the other cluster with the nearest mean
+    (itself if there is no other), and `at_home` the share of its sampled rows that are nearest to its own mean.
     """
 
     cluster: int
@@ -102,7 +95,6 @@ class ClusterPoints:
         return np.stack([self.vector_ND[self.index_N == index].mean(axis=0) for index in range(len(self.clusters))])
 
     def facts(self) -> list[ClusterFacts]:
-        """The facts of each cluster."""
         mean_KD = unit_rows(self.mean_KD)
         cosine_NK, between_KK = self.vector_ND @ mean_KD.T, mean_KD @ mean_KD.T
         np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)
@@ -119,10 +111,7 @@ class ClusterPoints:
 def draw_cluster_points(
     clusters: ClusterFolder, vectors: SurrogateVectors, num_clusters: int, rows_per_cluster: int, seed: int = 0
 ) -> ClusterPoints:
-    """Draw random non-empty clusters, and random rows of each; an `OptionError` if a number is below 1.
-
-    A row's unit vector concatenates those of its query and first positive, as `cluster` uses before its reduction.
-    """
+    """Draw random non-empty clusters, and random rows of each: query and first positive, concatenated."""
     for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
         if value < 1:
             raise OptionError(name, value, "must be >= 1", "leave it out for the default")
@@ -139,10 +128,7 @@ def draw_cluster_points(
 
 
 def draw_clusters(points: ClusterPoints, title: str, subtitle: str, output: Path) -> None:
-    """Plot rows of at most 20 clusters on their first two principal axes, with a colour and a number per cluster.
-
-    Clusters that touch here may be apart in other dimensions; the axis labels have the shares of the variance.
-    """
+    """Plot rows of at most 20 clusters on their first two principal axes, with a colour and a number per cluster."""
     assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
     plane = Plane.of(points.vector_ND)

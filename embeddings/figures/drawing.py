@@ -17,7 +17,7 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot with a backend without a screen; a `MissingExtraError` if matplotlib is not installed."""
+    """matplotlib's pyplot, with a backend that needs no screen."""
     require("matplotlib", "quickstart").use("Agg")
     import matplotlib.pyplot as plt
 
@@ -46,21 +46,13 @@ def write_page(output: Path, template: str, **values: Any) -> None:
     """Write an HTML page, atomically, from a template of this package; every value is escaped."""
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    environment.tests["number_like"] = _is_number_like
+    environment = jinja2.Environment(loader=jinja2.PackageLoader(__package__), autoescape=True, trim_blocks=True)
     page = environment.get_template(template).render(values, generator=GENERATOR)
     # Lone surrogates, from damaged files, cannot be encoded.
     write_text(output, page.encode("utf-8", "replace").decode())
 
 
-def _is_number_like(cell: str) -> bool:
-    return cell.lstrip("-+").replace(",", "").split(" ")[0].rstrip("%").replace(".", "", 1).isdecimal()
-
-
 def drawn_label(text: str, length: int) -> str:
-    """The start of a text on one line; an ellipsis if it is empty."""
     return shorten(" ".join(text.split()), length) or "…"
 
 
@@ -92,11 +84,6 @@ def line_label(name: str) -> str:
 
 def line_style(number: int) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "linewidth": 1.6}
-
-
-def point_markers(num_points: int) -> dict[str, Any]:
-    """Dots for a line with few points; a single point would draw no line."""
-    return {"marker": "o", "markersize": 3.5} if num_points <= 40 else {}
 
 
 def colour_of(number: int) -> Any:

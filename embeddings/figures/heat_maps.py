@@ -36,17 +36,12 @@ def write_heat_maps(maps: Sequence[HeatMap], even: float, title: str, subtitle: 
         }
         for each in maps
     ]
-    scale = [_style(step / _SCALE_STEPS) for step in range(_SCALE_STEPS + 1)]
-    numbers = {"even": f"{even:.1%}", "max_share": f"{max_share:.1%}"}
-    write_page(output, "heat_maps.html", title=title, subtitle=subtitle, tables=tables, scale=scale, **numbers)
+    scale = {"largest": f"{max_share:.1%}", "meaning": f"an even share is {even:.1%}"}
+    write_page(output, "heat_maps.html", title=title, subtitle=subtitle, tables=tables, scale=_scale(), **scale)
 
 
 def expert_map(loads: ExpertLoads) -> HeatMap:
-    """The share of each sparse layer's assignments per expert.
-
-    The statistics of a layer are its entropy (1: all experts are loaded equally), the busiest expert's tokens over an
-    even share, and the number of idle experts.
-    """
+    """The share of each sparse layer's assignments per expert; an entropy of 1 means that all are loaded equally."""
     load = load_metrics(loads.count_YX)
     statistics = {
         "entropy": [f"{entropy:.3f}" for entropy in load.entropy_Y.tolist()],
@@ -70,15 +65,11 @@ def spread(weight_R: npt.NDArray[np.float32]) -> float:
 
 
 def token_name(text: str, span: TokenSpan) -> str:
-    """A token's characters in the text, or its name for special tokens."""
     return span.token if span.is_special else text[span.start : span.end].strip() or SPACE
 
 
 def latent_maps(texts: Sequence[LatentWeights], num_columns: int) -> list[HeatMap]:
-    """The attention of each text's tokens to the `num_columns` busiest latents of all texts.
-
-    The last row is the mean over the text's tokens. The statistics of a row are the sum of the other latents, and the
-    effective number of latents.
+    """The attention of each text's tokens, and their mean, to the `num_columns` busiest latents of all texts.
 
     Source: NV-Embed, appendix D, Fig. 2. Differs: rows are tokens, of one head or the mean of all.
     """
@@ -117,10 +108,7 @@ _SCALE_STEPS = 24
 
 
 class WeightedPiece(NamedTuple):
-    """A token, or several that share characters: their text, its position, and the sum of their weights.
-
-    The text of a special token (`[CLS]`) is its name.
-    """
+    """A token, or several that share characters: their text (a special token's name), position and sum of weights."""
 
     text: str
     start: int
@@ -149,10 +137,7 @@ def weighted_pieces(weights: TokenWeights) -> list[WeightedPiece]:
 
 
 def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str, output: Path) -> None:
-    """Write an HTML page of texts with tokens shaded by weight, on one scale.
-
-    A token's shade is its weight times the number of pooled tokens, so that texts of different lengths are comparable.
-    Tokens outside the pooling, such as those of a prompt, are not shaded.
+    """Write an HTML page of texts whose pooled tokens are shaded by weight times the number of pooled tokens.
 
     Source: MGH, Fig. 5, lower part. Differs: shades are weights relative to their mean.
     """
@@ -161,10 +146,12 @@ def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str,
     for piece in (piece for pieces in shaded for piece in pieces if piece["value"] is not None):
         # By the square root, so that small values differ beside one large one.
         piece["style"] = _style((piece["value"] / max_value) ** 0.5)
-    scale = [_style(step / _SCALE_STEPS) for step in range(_SCALE_STEPS + 1)]
     captioned = [{"pieces": pieces, "caption": _caption(text)} for pieces, text in zip(shaded, texts, strict=True)]
-    heading = {"title": title, "subtitle": subtitle}
-    write_page(output, "anchor_tokens.html", **heading, texts=captioned, scale=scale, max_value=f"{max_value:.2g}")
+    meaning = (
+        "weight of a token relative to the mean of its text's tokens (mean pooling: 1 for all), by the square root"
+    )
+    scale = {"largest": f"{max_value:.2g}", "meaning": meaning}
+    write_page(output, "heat_maps.html", title=title, subtitle=subtitle, texts=captioned, scale=_scale(), **scale)
 
 
 def _pieces(weights: TokenWeights) -> Iterator[dict[str, Any]]:
@@ -184,6 +171,10 @@ def _pieces(weights: TokenWeights) -> Iterator[dict[str, Any]]:
         end = max(end, piece.end)
     rest = weights.text[end:]
     yield {"value": None, "is_special": False, "hint": "", "text": f"{rest[:80]} …" if rest.strip() else ""}
+
+
+def _scale() -> list[str]:
+    return [_style(step / _SCALE_STEPS) for step in range(_SCALE_STEPS + 1)]
 
 
 def _style(share: float) -> str:

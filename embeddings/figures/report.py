@@ -1,27 +1,19 @@
 """The report of a run: one HTML page with what was trained, its progress and its results."""
 
-import math
 import os
 from base64 import b64encode
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from embeddings.common.errors import program
 from embeddings.common.text import shorten
-from embeddings.figures.curves import ENTROPY, IDLE, WINDOW, draw_curves, draw_routing_curves
+from embeddings.figures.curves import ENTROPY, draw_curves, draw_routing_curves
 from embeddings.figures.drawing import run_names, write_page
-from embeddings.figures.run_facts import LOSS, SCORE, THROUGHPUT, Part, RunFacts, Summary, when
+from embeddings.figures.run_facts import LOSS, Part, RunFacts, when
 
-_SPEEDS = {
-    "pairs_per_second": ("pairs per second, all processes", "{:,.1f}"),
-    "tokens_per_second": ("tokens per second, all processes", "{:,.0f}"),
-    "padding": ("share of the computed positions that are padding", "{:.1%}"),
-    "waiting": ("share of time between steps (waiting for data, callbacks)", "{:.1%}"),
-    "tflops": ("arithmetic of the first process, 10¹² operations per second", "{:,.2f}"),
-}
 _FILES = {
     "metrics.csv": "all logged values, by step",
     "run.json": "command, commit, versions, hardware, how it ended",
@@ -32,8 +24,7 @@ _FILES = {
 def write_report(run: Path, output: Path) -> None:
     """Write a run's page: one self-contained HTML file without scripts or fonts, with embedded pictures.
 
-    It uses the files of the run's folder: `config.yaml`, `run.json`, `metrics.csv` and those of callbacks, and for a
-    resumed run also the folders of its earlier processes. Only `config.yaml` is required.
+    For a resumed run it also uses the folders of its earlier processes. Only `config.yaml` is required.
     """
     facts = RunFacts.read(run)
     (name,) = run_names([run])
@@ -49,11 +40,9 @@ def write_report(run: Path, output: Path) -> None:
         curves=curves,
         notes=notes,
         scores=_scores(facts),
-        speeds=_speeds(facts),
         health=health(facts),
         processes=_processes(facts),
         results=_results(facts),
-        pictures=_folder_pictures(run),
         config=facts.config_text,
     )
 
@@ -63,7 +52,7 @@ def _trained(facts: RunFacts) -> dict[str, str]:
     return {
         "method": method(facts),
         "starts from": backbone(facts),
-        "size": size(facts),
+        "parameters": size(facts),
         "pooling": value_text(facts.setting("model.init_args.pooling")),
         "adapter": value_text(facts.setting("model.init_args.lora")),
         "loss": value_text(facts.setting("model.init_args.loss")),
@@ -71,10 +60,11 @@ def _trained(facts: RunFacts) -> dict[str, str]:
         "schedule": value_text(facts.setting("model.init_args.schedule")),
         "queries a batch": batch(facts),
         "hard negatives": value_text(facts.setting("data.init_args.num_negatives")),
-        "planned length": length(facts),
+        "maximum steps": value_text(facts.setting("trainer.max_steps")),
+        "maximum epochs": value_text(facts.setting("trainer.max_epochs")),
         "seed": value_text(facts.setting("seed_everything")),
         "precision": str(record.get("precision") or "not recorded"),
-        "hardware": hardware(facts),
+        "hardware": f"{record.get('world_size') or '?'} × {record.get('hardware') or 'unknown hardware'}",
         "started": moment(record.get("started")),
         "commit": str(record.get("commit") or "unknown: not run from a git checkout"),
         "command": str(record.get("command") or "not recorded"),
@@ -83,7 +73,6 @@ def _trained(facts: RunFacts) -> dict[str, str]:
 
 
 def _sources(facts: RunFacts) -> list[list[str]]:
-    """The sources of the data, and the number of records of each."""
     sources, rows = facts.setting("data.init_args.sources"), facts.record.get("source_rows")
     counts = rows if isinstance(rows, Mapping) else {}
     cells = []
@@ -104,12 +93,8 @@ def _curves(facts: RunFacts) -> tuple[list[dict[str, str]], list[str]]:
         notes.append("It logged no training loss, so no curves are drawn.")
     else:
         pictures.append(_picture(draw_curves, facts.folder, "Loss and validation score over the optimiser steps."))
-    logged = [column for column in (ENTROPY, IDLE) if facts.curves[column][0]]
-    if len(logged) == 2 and facts.not_finite.keys().isdisjoint(logged):
+    if facts.curves[ENTROPY][0]:
         pictures.append(_picture(draw_routing_curves, facts.folder, "How evenly the experts were used."))
-    elif logged:
-        reason = f"{ENTROPY} or {IDLE} was not logged, or has a value that is not finite"
-        notes.append(f"The plot of how evenly the experts were used is missing: {reason}.")
     return pictures, notes
 
 
@@ -117,33 +102,17 @@ def _picture(draw: Callable[[list[Path], Path], None], run: Path, caption: str) 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         draw([run], path)
-        return _image(path.read_bytes(), caption)
-
-
-def _image(content: bytes, caption: str) -> dict[str, str]:
-    return {"data": b64encode(content).decode(), "caption": caption}
-
-
-def _folder_pictures(run: Path) -> list[dict[str, str]]:
-    """The first 20 other pictures in the run's folder; `curves.png` is on the page already."""
-    paths = [path for path in sorted(run.glob("*.png")) if path.name != "curves.png" and path.is_file()]
-    contents = [(path.name, path.read_bytes()) for path in paths[:20]]
-    return [_image(content, name) for name, content in contents if content.startswith(b"\x89PNG\r\n\x1a\n")]
+        return {"data": b64encode(path.read_bytes()).decode(), "caption": caption}
 
 
 def _scores(facts: RunFacts) -> list[list[str]]:
-    """Loss and scores: first, last, best."""
     rows = []
-    for column, summary in facts.summaries.items():
-        if column == LOSS or not column.startswith(("train/", THROUGHPUT, "routing/", "lr-", "epoch")):
-            best = [digits(summary.highest[1]), f"{summary.highest[0]:,}"] if column != LOSS else ["", ""]
-            rows.append([column, digits(summary.first[1]), digits(summary.last[1]), f"{summary.last[0]:,}", *best])
+    for column, (first, last, highest) in facts.summaries.items():
+        if not column.startswith("lr-"):
+            rows.append(
+                [column, digits(first[1]), digits(last[1]), f"{last[0]:,}", digits(highest[1]), f"{highest[0]:,}"]
+            )
     return rows
-
-
-def _speeds(facts: RunFacts) -> list[list[str]]:
-    speeds = [(meaning, style, facts.summaries.get(THROUGHPUT + name)) for name, (meaning, style) in _SPEEDS.items()]
-    return [[m, style.format(s.median), style.format(s.last[1])] for m, style, s in speeds if s is not None]
 
 
 def _processes(facts: RunFacts) -> list[list[str]]:
@@ -160,7 +129,6 @@ def _processes(facts: RunFacts) -> list[list[str]]:
 
 
 def _results(facts: RunFacts) -> list[list[str]]:
-    """Checkpoints, model directories and the files in the run's folder."""
     rows = []
     for arguments in (*facts.callbacks("ExportModel"), *facts.callbacks("ExportLanguageModel")):
         output = str(arguments.get("output"))
@@ -177,16 +145,8 @@ def _results(facts: RunFacts) -> list[list[str]]:
 
 
 def _size_on_disk(path: Path) -> str:
-    """The size of a file or folder; a run that is still running may remove files meanwhile."""
-    num_bytes = 0.0
-    for file in (path, *path.rglob("*")):
-        with suppress(FileNotFoundError):
-            num_bytes += file.stat().st_size if file.is_file() else 0
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+    num_bytes = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+    return f"{num_bytes / 1e6:,.3g} MB"
 
 
 def method(facts: RunFacts) -> str:
@@ -202,32 +162,23 @@ def value_text(value: Any) -> str:
         return str(value["class_path"]).rpartition(".")[2] + (f" ({inner})" if inner else "")
     if isinstance(value, Mapping):
         texts = ((name, value_text(item)) for name, item in value.items())
-        return _shortened(", ".join(f"{name} {text}" for name, text in texts if text))
+        return shorten(", ".join(f"{name} {text}" for name, text in texts if text), 300)
     if isinstance(value, list):
-        return _shortened(", ".join(map(value_text, value)))
+        return shorten(", ".join(map(value_text, value)), 300)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else _shortened(str(value))
+    return f"{value:g}" if isinstance(value, float) else shorten(str(value), 300)
 
 
 def backbone(facts: RunFacts) -> str:
-    """The initial model of the training: a model directory or a backbone."""
     initial = facts.setting("model.init_args.initial_model")
     return str(initial or facts.setting("model.init_args.backbone.name") or "an unnamed model")
 
 
 def size(facts: RunFacts) -> str:
-    """The numbers of parameters: all, trained, and active per token."""
     counts = facts.record.get("parameters")
-    if not isinstance(counts, Mapping) or not isinstance(counts.get("total"), int):
-        return "not recorded"
-    total, trained, active = (counts.get(name) for name in ("total", "trained", "active"))
-    parts = [f"{total:,} parameters"]
-    if isinstance(trained, int):
-        parts.append("all of them trained" if trained == total else f"{trained:,} of them trained")
-    if isinstance(active, int) and active != total:
-        parts.append(f"{active:,} active per token")
-    return ", ".join(parts)
+    numbers = counts.items() if isinstance(counts, Mapping) else ()
+    return ", ".join(f"{number:,} {name}" for name, number in numbers if isinstance(number, int)) or "not recorded"
 
 
 def batch(facts: RunFacts) -> str:
@@ -242,25 +193,7 @@ def batch(facts: RunFacts) -> str:
     return " × ".join(factors) + total * (len(factors) > 1)
 
 
-def length(facts: RunFacts) -> str:
-    """The planned length of the run."""
-    steps, epochs = facts.setting("trainer.max_steps"), facts.setting("trainer.max_epochs")
-    limits = []
-    if isinstance(steps, int) and steps >= 0:
-        limits.append(count(steps, "optimiser step"))
-    if isinstance(epochs, int) and epochs >= 0:
-        limits.append(count(epochs, "epoch"))
-    return " or ".join(limits) + (", whichever comes first" if len(limits) > 1 else "") or "unlimited"
-
-
-def hardware(facts: RunFacts) -> str:
-    ranks, device = facts.record.get("world_size"), facts.record.get("hardware")
-    processes = count(ranks, "process", "es") if isinstance(ranks, int) else "an unknown number of processes"
-    return f"{processes} on {device or 'unknown hardware'}{', each' * (ranks not in (1, None))}"
-
-
 def opening(facts: RunFacts) -> str:
-    """A summary of the run and its results in a few sentences."""
     rows = facts.record.get("source_rows")
     sources = rows if isinstance(rows, Mapping) else {}
     records = sum(number for number in sources.values() if isinstance(number, int))
@@ -271,21 +204,14 @@ def opening(facts: RunFacts) -> str:
     if len(known) == len(seconds):
         processes = f", in {len(known)} successive processes" if len(known) > 1 else ""
         text.append(f"It took {duration(sum(known))}{processes}.")
-    losses = [value for value in facts.curves[LOSS][1] if math.isfinite(value)]
-    if losses:
-        first, last = (sum(values) / len(values) for values in (losses[:WINDOW], losses[-WINDOW:]))
-        means = count(min(WINDOW, len(losses)), "logged value")
-        text.append(f"The training loss went from {digits(first)} to {digits(last)}, as means of {means}.")
-    text.append(_score_sentence(facts.summaries.get(SCORE)))
     return " ".join(text)
 
 
 def ending(part: Part, last_step: int) -> str:
-    """How a process ended."""
     how, step, why = (part.end.get(name) for name in ("how", "step", "why"))
     if how == "finished":
         return f"It ran to its end at step {step:,}." if isinstance(step, int) else "It ran to its end."
-    reason = f": {_shortened(str(why))}" if why else ""
+    reason = f": {shorten(str(why), 300)}" if why else ""
     if how == "interrupted":
         return f"It was interrupted at step {step}{reason}."
     if how == "failed":
@@ -294,12 +220,11 @@ def ending(part: Part, last_step: int) -> str:
 
 
 def health(facts: RunFacts) -> list[str]:
-    """Numeric errors and non-finite values, or a sentence that there were none."""
     text = []
     for part in facts.parts:
         for error in part.numeric_errors:
             where = f" on rank {error['rank']}" if "rank" in error else ""
-            reason = _shortened(str(error.get("error", "unknown error")))
+            reason = shorten(str(error.get("error", "unknown error")), 300)
             text.append(f"At step {error.get('step', '?')}{where}: {reason}")
     text += [f"{name}: {count(times, 'value')} NaN or infinite." for name, times in facts.not_finite.items()]
     if not text and facts.curves:
@@ -308,11 +233,8 @@ def health(facts: RunFacts) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units."""
-    total = round(seconds)
-    units = [("d", total // 86400), ("h", total // 3600 % 24), ("min", total // 60 % 60), ("s", total % 60)]
-    first = next((index for index, (_, number) in enumerate(units) if number), len(units) - 1)
-    return " ".join(f"{number} {name}" for name, number in units[first : first + 2] if number) or "0 s"
+    """Days, and hours:minutes:seconds."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def moment(text: Any) -> str:
@@ -326,20 +248,3 @@ def count(number: int, name: str, plural: str = "s") -> str:
 
 def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _score_sentence(score: Summary | None) -> str:
-    if score is None:
-        return "It logged no score."
-    name = "The validation nDCG@10"
-    last_step, last = score.last
-    best_step, best = score.highest
-    if score.first == score.last:
-        return f"{name} was {last:.3f} at step {last_step:,}, its only measurement."
-    end = "its best" if best == last else f"after its best, {best:.3f} at step {best_step:,}"
-    began = f"{score.first[1]:.3f} at step {score.first[0]:,}"
-    return f"{name} went from {began} to {last:.3f} at step {last_step:,}, {end}."
-
-
-def _shortened(text: str) -> str:
-    return shorten(text, 300)

@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from embeddings.common.io import METRICS_FILE, read_metrics, steps_made
 Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
-THROUGHPUT = "throughput/"
 _HINT = "give a run's folder, such as checkpoints/runs/NAME/version_0"
 
 
@@ -33,7 +31,6 @@ class Curves(dict[str, Curve]):
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
-    """The merged config of a run. As in all of this file, a missing or damaged file is an `InputError`."""
     return _read(run / "config.yaml", yaml.safe_load)
 
 
@@ -56,7 +53,7 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
 def run_parts(run: Path) -> list[Path]:
     """The folders of a run's processes, the earliest first: a resumed run has a `version_N` for each.
 
-    Paths are compared by their last parts, so that runs may be moved. A folder without a config is a single part.
+    Paths are compared by their last parts, so that runs may be moved.
     """
     previous = _previous_part(run)
     return [run] if previous is None else [*run_parts(previous), run]
@@ -100,9 +97,8 @@ def _number(run: Path) -> int | None:
 def read_curves(run: Path) -> Curves:
     """The columns of a run's `metrics.csv`: the steps at which each was logged, and its values.
 
-    A resumed run has the values of all its processes (see `run_parts`). Those of an earlier process end at the first
-    step that the next one logged, because the steps after the last checkpoint were repeated. An incomplete last line,
-    and a process that was killed before it wrote anything, are ignored.
+    In a resumed run, the values of an earlier process end at the first step that the next one logged, because the steps
+    after the last checkpoint were repeated.
     """
     parts = [part for part in run_parts(run) if metrics_path(part).is_file()]
     if not parts:
@@ -155,12 +151,11 @@ def _read_part(run: Path) -> Curves:
 
 
 class Summary(NamedTuple):
-    """First, last, highest and median value of a logged column, with steps; non-finite values are ignored."""
+    """First, last and highest finite value of a logged column, with steps."""
 
     first: tuple[int, float]
     last: tuple[int, float]
     highest: tuple[int, float]
-    median: float
 
 
 class Part(NamedTuple):
@@ -173,7 +168,6 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> Mapping[str, Any]:
-        """The recorded end; empty if there is none."""
         return _mapping(self.record.get("end"))
 
     @property
@@ -195,7 +189,6 @@ class RunFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFacts":
-        """Read a run's folder."""
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)
@@ -208,7 +201,6 @@ class RunFacts:
 
     @cached_property
     def summaries(self) -> dict[str, Summary]:
-        """The summaries of all columns with finite values."""
         summaries = {column: _summary(column, curve) for column, curve in self.curves.items()}
         return {column: summary for column, summary in summaries.items() if summary is not None}
 
@@ -221,7 +213,6 @@ class RunFacts:
 
     @property
     def not_finite(self) -> dict[str, int]:
-        """Number of NaN or infinite values of each column with any."""
         counts = {name: sum(not math.isfinite(value) for value in values) for name, (_, values) in self.curves.items()}
         return {name: count for name, count in counts.items() if count}
 
@@ -259,8 +250,7 @@ def _summary(column: str, curve: Curve) -> Summary | None:
     rows = [(steps_made(column, step), value) for step, value in zip(*curve, strict=True) if math.isfinite(value)]
     if not rows:
         return None
-    median = statistics.median(value for _, value in rows)
-    return Summary(rows[0], rows[-1], max(rows, key=lambda row: row[1]), median)
+    return Summary(rows[0], rows[-1], max(rows, key=lambda row: row[1]))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -268,7 +258,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def when(text: Any) -> datetime | None:
-    """A time in a record, or None if it is invalid."""
     try:
         return datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, TypeError, OverflowError):

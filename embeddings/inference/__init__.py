@@ -1,22 +1,20 @@
 """Floor 2: texts to vectors, and the nearest documents of a query, by vector or by word."""
 
 from embeddings.inference.bm25 import BM25
-from embeddings.inference.context import ContextDraw, choose_context, draw_context, require_context_size, sample_context
+from embeddings.inference.context import choose_context, require_context_size, sample_context
 from embeddings.inference.encoder import Context, Encoder, unit_rows
 from embeddings.inference.inspection import (
-    AnchorShares,
     ContextualShift,
     ExpertLoads,
     LatentWeights,
     TokenWeights,
-    anchor_shares,
     contextual_shift,
     expert_loads,
     latent_weights,
     token_weights,
 )
 from embeddings.inference.precision import Precision
-from embeddings.inference.search import CorpusSearch, Hit, TopK, search_corpus, search_signs, search_top_k
+from embeddings.inference.search import CorpusSearch, Hit, TopK, search_signs, search_top_k
 from embeddings.inference.vector_folder import (
     Document,
     VectorFolder,
@@ -29,9 +27,7 @@ from embeddings.inference.vector_folder import (
 
 __all__ = [
     "BM25",
-    "AnchorShares",
     "Context",
-    "ContextDraw",
     "ContextualShift",
     "CorpusSearch",
     "Document",
@@ -45,10 +41,8 @@ __all__ = [
     "VectorFolder",
     "VectorFormat",
     "VectorShards",
-    "anchor_shares",
     "choose_context",
     "contextual_shift",
-    "draw_context",
     "encode_corpus",
     "expert_loads",
     "latent_weights",
@@ -56,7 +50,6 @@ __all__ = [
     "read_corpus",
     "require_context_size",
     "sample_context",
-    "search_corpus",
     "search_signs",
     "search_top_k",
     "token_weights",

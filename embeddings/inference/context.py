@@ -3,11 +3,9 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +16,8 @@ from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import Document, VectorFolder, read_corpus
 
 
-@dataclass(frozen=True)
-class ContextDraw:
-    """Context documents in the order of the draw, and its seed; draws can be compared without encoding them."""
-
-    documents: tuple[Document, ...]
-    seed: int
-
-    def summary(self) -> dict[str, Any]:
-        """The same as `Context.summary` of the encoded documents."""
-        sha256 = documents_sha256(self.documents)
-        return {"num_documents": len(self.documents), "seed": self.seed, "documents_sha256": sha256}
-
-    def encoded(self, encoder: Encoder) -> Context:
-        """The documents encoded by the model's first stage."""
-        vector_MH = encoder.encode_context([document.text for document in self.documents])
-        ids = tuple(document.document_id for document in self.documents)
-        return Context(ids, documents_sha256(self.documents), self.seed, vector_MH)
-
-
-def check_same_context(folder: Path, stored: Context | None, requested: Context | ContextDraw) -> None:
-    """Raise an `InputError` if a folder was encoded with another context than the queries will be."""
+def check_same_context(folder: Path, stored: Context | None, requested: Context) -> None:
+    """Refuse a folder that was encoded with another context than the queries will be."""
     if stored is not None and stored.summary() == requested.summary():
         return
     shown = "{num_documents} documents of seed {seed} ({documents_sha256:.8})".format_map
@@ -70,23 +49,6 @@ def documents_sha256(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:
-    """Draw context documents for a contextual model from a corpus.
-
-    Args:
-        encoder: The model.
-        source: A corpus file (see `read_corpus`), or a folder written by `encode_corpus` with any model.
-        size: Number of context documents; None for all slots of the model.
-        seed: Seed of the draw. A corpus smaller than `size` is oversampled evenly.
-
-    Raises:
-        InputError: If the corpus is invalid or empty.
-        OptionError: If the model is not contextual or has fewer slots.
-    """
-    size = require_context_size(encoder, size)
-    return ContextDraw(tuple(draw_documents(source, size, seed)), seed)
-
-
 def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:
     """Draw documents from a corpus file or an encoded folder (see `sample_rows`)."""
     if Path(source).is_dir():
@@ -102,21 +64,35 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
-    """The context that `draw_context` draws from a corpus, encoded."""
-    return draw_context(encoder, source, size, seed).encoded(encoder)
+    """Draw context documents for a contextual model from a corpus, and encode them.
+
+    Args:
+        encoder: The model.
+        source: A corpus file (see `read_corpus`), or a folder written by `encode_corpus` with any model.
+        size: Number of context documents; None for all slots of the model.
+        seed: Seed of the draw. A corpus smaller than `size` is oversampled evenly.
+    """
+    return encode_documents(encoder, draw_documents(source, require_context_size(encoder, size), seed), seed)
 
 
 def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = None, seed: int = 0) -> Context:
-    """The same for one or more texts in memory, whose ids are their row numbers."""
+    """As `choose_context`, from texts in memory, whose ids are their row numbers."""
     size = require_context_size(encoder, size)
     if not texts:
         raise OptionError("context", 0, "must have at least one document", "leave it out for no context")
     rows = sample_rows(len(texts), size, seed).tolist()
-    return ContextDraw(tuple(Document(str(row), texts[row]) for row in rows), seed).encoded(encoder)
+    return encode_documents(encoder, [Document(str(row), texts[row]) for row in rows], seed)
+
+
+def encode_documents(encoder: Encoder, documents: Sequence[Document], seed: int) -> Context:
+    """The context of documents that were drawn with a seed."""
+    vector_MH = encoder.encode_context([document.text for document in documents])
+    ids = tuple(document.document_id for document in documents)
+    return Context(ids, documents_sha256(documents), seed, vector_MH)
 
 
 def require_context_size(encoder: Encoder, size: int | None) -> int:
-    """The number of context documents, where None means all slots; an `OptionError` if the model has fewer slots."""
+    """The number of context documents, where None means all slots."""
     encoder.require_context()
     slots = encoder.num_context
     if size is None:

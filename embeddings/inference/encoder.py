@@ -3,14 +3,14 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -32,23 +32,18 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
 
 Vectors = npt.NDArray[np.float32]
-# Chosen to keep a core's share of a mini-batch small and to fill a GPU; neither is a measured optimum.
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
 CONTEXT_FILE = "context.npy"
-
-
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _X86 = {"x86_64", "AMD64"}
 
 
 def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
-    """The dtype for the matrix products of a model on `device` with weights of these dtypes.
+    """The dtype of matrix products: `auto` is bfloat16 where it is native, else float32; all-low weights decide it.
 
-    `auto` is bfloat16 if the hardware multiplies it natively, else float32: emulated bfloat16 is several times slower.
-    If all weights have one lower dtype, it is used. float16 is not offered: on a CPU it is emulated, a hundred times
-    slower, and some models overflow in it. `auto` never chooses int8, which changes vectors and scores.
+    float16 is not offered: a CPU emulates it, a hundred times slower, and some models overflow in it.
     """
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
@@ -73,7 +68,7 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices in hardware; False if unknown."""
+    """Whether `device` multiplies bfloat16 matrices in hardware."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and not _NATIVE_BF16_FLAGS.isdisjoint(cpu_flags())
@@ -86,59 +81,15 @@ def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.asarray(np.divide(vector_ND, norm_N1, out=out_ND, where=norm_N1 > 0))
 
 
-class TokenisedTexts(NamedTuple):
-    """Unique texts, the row of each input text among them (None if none repeats), and a token batch per block."""
-
-    texts: list[str]
-    row_N: npt.NDArray[np.int64] | None
-    blocks: list[TokenBatch]
-
-
-@dataclass(frozen=True)
-class TextPreparation:
-    """Tokenises texts for an encoder, with a prompt and a role's length limit; it can be pickled."""
-
-    tokenizer: TextTokenizer
-    role: TextRole
-    prompt: str
-
-    def __call__(self, texts: Sequence[str]) -> TokenisedTexts:
-        """Tokenise texts in advance for `Encoder.encode`; the vectors are the same."""
-        unique, row_N = unique_texts(texts)
-        blocks = [self.block(unique, start) for start in range(0, len(unique), TEXTS_PER_BLOCK)]
-        return TokenisedTexts(unique, row_N, blocks)
-
-    def block(self, texts: list[str], start: int) -> TokenBatch:
-        """The tokens of the block of texts that starts at text `start`."""
-        return self.tokenizer(texts[start : start + TEXTS_PER_BLOCK], self.role, self.prompt)
-
-    def blocks_ahead(self, texts: list[str]) -> Iterator[TokenBatch]:
-        """The tokens of each block; a thread tokenises the next block while one is used."""
-        if not texts:
-            return
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            pending = pool.submit(self.block, texts, 0)
-            for start in range(TEXTS_PER_BLOCK, len(texts), TEXTS_PER_BLOCK):
-                tokens = pending.result()
-                pending = pool.submit(self.block, texts, start)
-                yield tokens
-            yield pending.result()
-
-
-def unique_texts(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:
-    """The unique texts, and the row of each input text among them; None if no text occurs twice."""
-    row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-    if len(row_of_text) == len(texts):
-        return list(row_of_text), None
-    return list(row_of_text), np.array([row_of_text[text] for text in texts], dtype=np.int64)
+def text_blocks(texts: Sequence[str]) -> list[list[str]]:
+    """The unique texts in the blocks that are tokenised at once."""
+    unique = list(dict.fromkeys(texts))
+    return [unique[start : start + TEXTS_PER_BLOCK] for start in range(0, len(unique), TEXTS_PER_BLOCK)]
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Context documents, encoded by the first stage of a contextual model: ids, and vectors (M, H) float32.
-
-    A document that was drawn twice is listed twice. `documents_sha256` is the hash of the ids and texts, in this order.
-    """
+    """Context documents, encoded by a contextual model's first stage: ids, a hash of ids and texts, vectors (M, H)."""
 
     document_ids: tuple[str, ...]
     documents_sha256: str
@@ -156,7 +107,7 @@ class Context:
         return {"context": self.summary(), "context_document_ids": list(self.document_ids)}
 
     def write(self, folder: Path) -> Self:
-        """Write the vectors to `folder`; if a killed run has written them already, return those instead."""
+        """Write the vectors to `folder`, or return those that a killed run has written there."""
         if not (folder / CONTEXT_FILE).exists():
             with atomic_path(folder / CONTEXT_FILE) as temporary:
                 save_array(temporary, self.vector_MH)
@@ -165,7 +116,7 @@ class Context:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The context that a finished folder was encoded with, if any; an `InputError` if it is damaged."""
+        """The context that a finished folder was encoded with, if any."""
         fields = check_manifest(folder, {})
         if fields.get("context") is None:
             return None
@@ -180,9 +131,8 @@ class Context:
 class Encoder:
     """An embedding model that turns texts into vectors.
 
-    Texts are tokenised in blocks, one block ahead, sorted by length within a block, and encoded in mini-batches limited
-    by a token budget. Vectors are returned in input order. A text that occurs twice in a call is encoded once. Other
-    texts in the mini-batch, another budget or number of threads change a vector only by rounding.
+    Texts are encoded in mini-batches of similar length, a repeated text once. Other texts in the mini-batch, another
+    budget or number of threads change a vector only by rounding.
 
     Args:
         embedder: The model; its training or evaluation mode is restored after each call.
@@ -196,10 +146,6 @@ class Encoder:
 
     Attributes:
         origin: The model directory or Hub id that the model was read from, or None.
-
-    Raises:
-        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have fewer
-            dimensions.
     """
 
     def __init__(
@@ -233,7 +179,7 @@ class Encoder:
         self.origin: str | None = None
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
-        """A copy of this encoder with another token budget, on the same model; the budget affects rounding."""
+        """A copy with another token budget, on the same model; the budget affects rounding."""
         other = copy(self)
         other.mini_batch_tokens = mini_batch_tokens
         return other
@@ -242,11 +188,7 @@ class Encoder:
     def from_pretrained(
         cls, model: str, *, device: str | torch.device | None = None, precision: Precision = "auto", **options: Any
     ) -> Self:
-        """Load the encoder of a model directory or Hub id on `device`; None for the first GPU, or the CPU without one.
-
-        `options` are the constructor's. A missing or damaged model is an `InputError`, an invalid option an
-        `OptionError`.
-        """
+        """Load the encoder of a model directory or Hub id on `device` (None: the first GPU, else the CPU)."""
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         embedder = load_embedder(model, device=device)
         dtypes = {weight.dtype for weight in embedder.parameters()}
@@ -259,17 +201,14 @@ class Encoder:
         return encoder
 
     def push_to_hub(self, name: str, **options: Any) -> PushedModel:
-        """Upload the model to the Hub repository `OWNER/NAME` with `embeddings.models.push_to_hub`.
-
-        The directory that it was read from is uploaded as it is; without one, the model is saved with a model card.
-        """
+        """Upload the model's directory, or the model with a model card, to the Hub repository `OWNER/NAME`."""
         if self.origin is not None and Path(self.origin).expanduser().is_dir():
             return push_to_hub(self.origin, name, **options)
         return push_embedder(self.embedder, name, **options)
 
     @property
     def embedding_dim(self) -> int:
-        """Width of the vectors, D: `dimensions`, or the model's width."""
+        """Width of the vectors, D."""
         return int(self.embedder.embedding_dim) if self.dimensions is None else self.dimensions
 
     @property
@@ -279,33 +218,34 @@ class Encoder:
 
     def encode(
         self,
-        texts: Sequence[str] | TokenisedTexts,
+        texts: Sequence[str],
         prompt_name: PromptChoice = None,
         context: Context | Sequence[str] | None = None,
         role: TextRole | None = None,
         prompt: str | None = None,
+        tokenised: Iterable[TokenBatch] | None = None,
     ) -> npt.NDArray[np.float32]:
         """The vectors of `texts`, in input order, (N, D) float32.
 
         Args:
-            texts: Any number of texts, which may be empty; or texts tokenised by `preparation`, with prompt and limit.
+            texts: Any number of texts, which may be empty.
             prompt_name: Name of the model's prompt to put before each text, or a literal one (`GivenPrompt`); None for
                 the prompt named like the role, if the model has it. Without a role, the model's default prompt precedes
                 it.
             context: For a contextual model, the result of `choose_context`, or documents, which each call encodes.
             role: Role whose length limit is used; None for `query` with the prompt of that name, else `document`.
             prompt: A literal prompt instead of one of the model's; the empty text for no prompt.
-
-        Raises:
-            OptionError: If the model has no such prompt, is not contextual, or supports a smaller context only.
-            InputError: If a vector is not finite because a weight in the model's files is not.
-            NumericError: If a vector is not finite for another reason.
+            tokenised: The tokens of each of the `text_blocks`, prompt included, if they were computed in advance.
         """
-        preparation = self.preparation(prompt_name, role, prompt)
+        if prompt_name is None and role is None:
+            prompt_name, role = self.embedder.text.default_prompt_name, "document"
+        role = role or ("query" if prompt_name == "query" else "document")
+        prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
         _check_list("texts", texts)
         compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
-        return self._computed(texts, preparation, self.embedding_dim, compute, f"encode {preparation.role}", extra)
+        blocks = self._blocks_ahead(texts, role, prompt) if tokenised is None else tokenised
+        return self._computed(texts, blocks, self.embedding_dim, compute, f"encode {role}", extra)
 
     def encode_query(self, texts: Sequence[str], context: Context | Sequence[str] | None = None) -> Vectors:
         """Encode queries, with the model's `query` prompt and length limit."""
@@ -323,26 +263,13 @@ class Encoder:
         """Vectors whose inner products are the model's scores, (N, D): of unit length (zero stays zero), or as is."""
         return vector_ND if self.embedder.compares_lengths else unit_rows(vector_ND)
 
-    def preparation(
-        self, prompt_name: PromptChoice = None, role: TextRole | None = None, prompt: str | None = None
-    ) -> TextPreparation:
-        """The tokenisation of texts for this encoder; see `encode` for the arguments and errors."""
-        if prompt_name is None and role is None:
-            prompt_name, role = self.embedder.text.default_prompt_name, "document"
-        role = role or ("query" if prompt_name == "query" else "document")
-        prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
-        return TextPreparation(self._tokenizer, role, prompt)
-
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """The first-stage vectors of context documents, in their order, (M, H) float32.
-
-        The model's `document` prompt goes before each document, and the length limit is that of training.
-        """
+        """The first-stage vectors of context documents, with the model's `document` prompt, (M, H) float32."""
         _check_list("context", texts)
         self.require_context()
         model: Any = self.embedder
-        preparation = self.preparation(role="document")
-        return self._computed(texts, preparation, model.context_size, model.embed_context, "encode context")
+        blocks = self._blocks_ahead(texts, "document", model.text.prompt(None, "document"))
+        return self._computed(texts, blocks, model.context_size, model.embed_context, "encode context")
 
     def require_context(self) -> None:
         """Raise an `OptionError` unless the model is contextual."""
@@ -351,19 +278,15 @@ class Encoder:
 
     def _computed(
         self,
-        texts: Sequence[str] | TokenisedTexts,
-        preparation: TextPreparation,
+        texts: Sequence[str],
+        blocks: Iterable[TokenBatch],
         width: int,
         compute: Callable[[TokenBatch], Tensor],
         title: str,
         extra_tokens: int = 0,
     ) -> npt.NDArray[np.float32]:
         """Apply `compute` to each unique text; the vectors in input order, (N, `width`) float32."""
-        if isinstance(texts, TokenisedTexts):
-            unique, row_N, blocks = texts.texts, texts.row_N, iter(texts.blocks)
-        else:
-            unique, row_N = unique_texts(texts)
-            blocks = preparation.blocks_ahead(unique)
+        unique = list(dict.fromkeys(texts))
         vector_ND, start = np.empty((len(unique), width), np.float32), 0
         bar = progress_bar(None, title, "token", unit_scale=True, disable=not self.show_progress)
         with self._inference(), bar:
@@ -373,10 +296,26 @@ class Encoder:
                 vector_ND[start : start + len(tokens)] = self._encode_block(tokens, compute, bar, extra_tokens)
                 start += len(tokens)
         self._check_finite(vector_ND, unique)
-        return vector_ND if row_N is None else vector_ND[row_N]
+        if len(unique) == len(texts):
+            return vector_ND
+        row_of_text = {text: row for row, text in enumerate(unique)}
+        return vector_ND[[row_of_text[text] for text in texts]]
+
+    def _blocks_ahead(self, texts: Sequence[str], role: TextRole, prompt: str) -> Iterator[TokenBatch]:
+        """The tokens of blocks of texts; a thread tokenises the next block while one is used."""
+        if not texts:
+            return
+        blocks = iter(text_blocks(texts))
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            pending = pool.submit(self._tokenizer, next(blocks), role, prompt)
+            for block in blocks:
+                tokens = pending.result()
+                pending = pool.submit(self._tokenizer, block, role, prompt)
+                yield tokens
+            yield pending.result()
 
     def _vectors(self, tokens: TokenBatch, context_MH: Tensor | None) -> Tensor:
-        """The vectors of a mini-batch, truncated to `dimensions`, (n, D) float32."""
+        """The vectors of a mini-batch, (n, D) float32."""
         arguments = {} if context_MH is None else {"context": context_MH}
         vector_nD: Tensor = self.embedder(tokens, **arguments).float()
         if self.dimensions is None:
@@ -417,8 +356,7 @@ class Encoder:
         # In a model read from files, a weight that is not finite is a fault of the files; else training diverged.
         for name, weight in self.embedder.named_parameters() if self.origin is not None else ():
             if not bool(torch.isfinite(weight).all()):
-                hint = "use another copy of the model"
-                raise InputError(str(self.origin), f"the weight {name} is not finite", hint)
+                raise InputError(str(self.origin), f"the weight {name} is not finite", "use another copy of the model")
         raise NumericError(
             f"{bad.size} of {len(texts)} vectors are not finite, the first of text {texts[int(bad[0])][:60]!r}; "
             "encode with precision float32, or check the model's weights"
@@ -437,7 +375,7 @@ class Encoder:
 
 
 def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
-    """Raise an `OptionError` unless there are widths, and the model's vectors can be truncated to all of them."""
+    """Refuse an empty list of widths, and one that the model's vectors cannot be truncated to."""
     if not widths or not all(1 <= width <= model.embedding_dim for width in widths):
         rule = f"must be from 1 to {model.embedding_dim}, the width of the model's vectors"
         raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
@@ -470,19 +408,15 @@ _CALL_STATE = ("truncation", "padding")
 
 
 def embedder_sha256(encoder: Encoder) -> str:
-    """A hash of everything that affects a model's vectors: structure, configs, weights, text settings, tokenizer.
-
-    The weights' dtype is excluded: a bfloat16 checkpoint has the same hash in float32. Store the precision separately.
-    """
+    """A hash of everything that affects a model's vectors, except its dtype: the caller stores the precision."""
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
-    # Results of the model depend on it too; the usual cosine is left out, so that existing hashes do not change.
     pooling |= {"similarity": "dot"} if embedder.compares_lengths else {}
     return module_sha256(embedder, embedder.tokenizer, {**pooling, "text": embedder.text.to_dict()})
 
 
 def module_sha256(module: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:
-    """A hash of a module's structure, configs, weights (not their dtype), tokenizer, and other settings."""
+    """A hash of a module's structure, configs, weights (not their dtype), tokenizer and `settings`."""
     fields = {**settings, "configs": dict(_configs(module)), "tokenizer": _tokenizer_fields(tokenizer)}
     digest = hashlib.sha256(repr(module).encode())
     digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
@@ -507,7 +441,7 @@ def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A tokenizer's vocabulary, and its pipeline if the `tokenizers` library implements it."""
+    """A tokenizer's vocabulary and pipeline."""
     fields: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

@@ -1,11 +1,11 @@
 """Inspection of models: pooling weights of tokens, loads of experts, and the effect of contexts on vectors."""
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.text import TextRole
-from embeddings.common.types import plan_mini_batches
+from embeddings.common.types import PaddedTokens, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
 from embeddings.inference.encoder import Context, Encoder, Vectors, evaluating, unit_rows
 from embeddings.models.anchor_token import AnchorTokenPooling
@@ -35,27 +35,17 @@ class SpannedText(NamedTuple):
     spans: list[TokenSpan]
 
 
-class SpannedBatch(NamedTuple):
-    """A padded mini-batch of n texts on the model's device, (n, L) each: ids, attention mask, pooling mask."""
-
-    texts: list[SpannedText]
-    ids_nL: Tensor
-    attention_nL: Tensor
-    pooled_nL: Tensor
-
-
 def spanned_batches(
     embedder: Embedder, texts: Sequence[str], prompt_name: str | None, role: TextRole, mini_batch_tokens: int
-) -> Iterator[SpannedBatch]:
-    """Tokenise texts with a prompt of the model, and yield padded mini-batches; see `token_weights`."""
+) -> Iterator[tuple[list[SpannedText], PaddedTokens]]:
+    """Tokenise texts with a prompt of the model, and yield padded mini-batches on its device."""
     prompt = embedder.text.prompt(prompt_name, role)
     tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
     tokens, spans = tokenizer(texts, role, prompt), tokenizer.spans(texts, role, prompt)
-    assert [len(of_text) for of_text in spans] == tokens.lengths_N.tolist()
     for rows_n in plan_mini_batches(tokens.lengths_N, mini_batch_tokens):
         batch = [SpannedText(row, prompt + texts[row], spans[row]) for row in rows_n.tolist()]
         padded = tokens.padded(rows_n, embedder.pad_token_id)
-        yield SpannedBatch(batch, *(tensor.to(embedder.device) for tensor in padded))
+        yield batch, PaddedTokens(*(tensor.to(embedder.device) for tensor in padded))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,21 +84,19 @@ def token_weights(
         role: Role whose length limit is used.
         mini_batch_tokens: Maximum padded tokens of a mini-batch.
 
-    Precision: the backbone in the dtype of its weights, the token weights in float32.
-    Raises:
-        InputError: If the model is contextual.
-        OptionError: If the backbone has no such layer or prompt, or its attention cannot be read or is causal.
     Source: MGH, §2.2, Eq. 2 to 4.
     """
     model_pooling = embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
     pooling = pooling or model_pooling or AnchorTokenPooling(embedder.hidden_size)
     weights_by_row: dict[int, TokenWeights] = {}
     with _attention_capture(embedder, pooling) as capture, evaluating(embedder), torch.inference_mode():
-        for batch in spanned_batches(embedder, texts, prompt_name, role, mini_batch_tokens):
+        for batch, (ids_nL, attention_nL, pooled_nL) in spanned_batches(
+            embedder, texts, prompt_name, role, mini_batch_tokens
+        ):
             with capture.open() as layers:
-                embedder.backbone(input_ids=batch.ids_nL, attention_mask=batch.attention_nL.long())
-                weight_nL = pooling.weights(batch.pooled_nL, batch.attention_nL, layers()).float().cpu().numpy()
-            for spanned, weight_L, pooled_L in zip(batch.texts, weight_nL, batch.pooled_nL.cpu().numpy(), strict=True):
+                embedder.backbone(input_ids=ids_nL, attention_mask=attention_nL.long())
+                weight_nL = pooling.weights(pooled_nL, attention_nL, layers()).float().cpu().numpy()
+            for spanned, weight_L, pooled_L in zip(batch, weight_nL, pooled_nL.cpu().numpy(), strict=True):
                 row, text, spans = spanned
                 weights_by_row[row] = TokenWeights(text, spans, weight_L[: len(spans)], pooled_L[: len(spans)])
     return [weights_by_row[row] for row in range(len(texts))]
@@ -132,8 +120,6 @@ def _attention_capture(embedder: Embedder, pooling: AnchorTokenPooling) -> Itera
 
 Place = Literal["first", "last", "punctuation", "rest"]
 PLACES: tuple[Place, ...] = get_args(Place)
-# Limits the memory that a corpus needs.
-TEXTS_PER_BLOCK = 1024
 
 
 class AnchorShares(NamedTuple):
@@ -141,43 +127,20 @@ class AnchorShares(NamedTuple):
 
     weight: dict[Place, float]
     tokens: dict[Place, float]
-    num_texts: int
 
 
-def anchor_shares(
-    embedder: Embedder,
-    texts: Sequence[str],
-    pooling: AnchorTokenPooling | None = None,
-    *,
-    prompt_name: str | None = None,
-    role: TextRole = "document",
-    mini_batch_tokens: int = 4096,
-) -> AnchorShares:
-    """The mean shares of the weight over a corpus; every text counts equally, regardless of its length.
+def shares_of(texts: Sequence[TokenWeights]) -> AnchorShares:
+    """The mean shares over one or more texts; every text counts equally, regardless of its length.
 
-    A pooled token is the first, the last (`[CLS]` and `[SEP]` in models that have them), punctuation, or the rest.
-    Arguments and errors are those of `token_weights`; an empty list of texts is an `OptionError` too.
-
-    Precision: means in float64.
     Source: MGH, §5.2 and Fig. 5, where the first token, punctuation and the last token have the largest weights.
     """
-    if not texts:
-        raise OptionError("texts", [], "must not be empty", "give a text")
-    options: Any = {"prompt_name": prompt_name, "role": role, "mini_batch_tokens": mini_batch_tokens}
-    blocks = (texts[start : start + TEXTS_PER_BLOCK] for start in range(0, len(texts), TEXTS_PER_BLOCK))
-    return shares_of(weights for block in blocks for weights in token_weights(embedder, block, pooling, **options))
-
-
-def shares_of(texts: Iterable[TokenWeights]) -> AnchorShares:
-    """The mean shares over one or more texts."""
-    sums, num_texts = np.zeros((2, len(PLACES))), 0
+    sums = np.zeros((2, len(PLACES)))
     for weights in texts:
         places = place_of(weights)
         counts = np.array([[place == known for place in places] for known in PLACES], dtype=np.float64)
         sums += counts @ weights.weight_T.astype(np.float64), counts.sum(axis=1) / weights.pooled_T.sum()
-        num_texts += 1
-    weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in (sums / num_texts).tolist())
-    return AnchorShares(weight, tokens, num_texts)
+    weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in (sums / len(texts)).tolist())
+    return AnchorShares(weight, tokens)
 
 
 def place_of(weights: TokenWeights) -> list[Place | None]:
@@ -201,26 +164,16 @@ class LatentWeights:
     Attributes:
         text: Prompt and text as one string, to which the spans refer.
         spans: Position of each of the T pooled tokens in it; other tokens, such as the prompt, do not attend.
-        weight_ATR: Attention of each token to the R latents in each head, (A, T, R) float32, 1 in sum over R.
+        weight_TR: Attention of each token to the R latents in one head, or the mean over the heads, (T, R) float32.
     """
 
     text: str
     spans: list[TokenSpan]
-    weight_ATR: npt.NDArray[np.float32]
-
-    @property
-    def weight_TR(self) -> npt.NDArray[np.float32]:
-        """The mean over the heads, (T, R)."""
-        return np.asarray(self.weight_ATR.mean(axis=0))
-
-    @property
-    def mean_AR(self) -> npt.NDArray[np.float32]:
-        """The mean over the tokens, (A, R)."""
-        return np.asarray(self.weight_ATR.mean(axis=1))
+    weight_TR: npt.NDArray[np.float32]
 
     @property
     def mean_R(self) -> npt.NDArray[np.float32]:
-        """The mean over the tokens and the heads, (R,)."""
+        """The mean over the tokens, (R,)."""
         return np.asarray(self.weight_TR.mean(axis=0))
 
 
@@ -235,12 +188,8 @@ def latent_weights(
 ) -> list[LatentWeights]:
     """The attention of each token of each text to the latents; the arguments are those of `token_weights`.
 
-    `head` selects one head, from 0; None for all heads.
+    `head` selects one head, from 0; None for the mean over the heads.
 
-    Precision: the backbone in the dtype of its weights, the softmax in float32.
-    Raises:
-        InputError: If the model has no latent-attention pooling.
-        OptionError: If it has no such head or prompt.
     Source: NV-Embed, §3.2, Eq. 1, and appendix D.
     """
     pooling = latent_pooling(embedder)
@@ -249,20 +198,19 @@ def latent_weights(
         raise OptionError("head", head, rule, "leave it out for the mean over the heads")
     weights_by_row: dict[int, LatentWeights] = {}
     with evaluating(embedder), torch.inference_mode():
-        for batch in spanned_batches(embedder, texts, prompt_name, role, mini_batch_tokens):
-            inputs = {"input_ids": batch.ids_nL, "attention_mask": batch.attention_nL.long()}
-            state_nLH = embedder.backbone(**inputs).last_hidden_state
-            for spanned, state_LH, pooled_L in zip(batch.texts, state_nLH, batch.pooled_nL, strict=True):
-                weight_ATR = pooling.weights(state_LH[pooled_L])
-                weight_ATR = weight_ATR if head is None else weight_ATR[head : head + 1]
+        for batch, (ids_nL, attention_nL, pooled_nL) in spanned_batches(
+            embedder, texts, prompt_name, role, mini_batch_tokens
+        ):
+            state_nLH = embedder.backbone(input_ids=ids_nL, attention_mask=attention_nL.long()).last_hidden_state
+            for spanned, state_LH, pooled_L in zip(batch, state_nLH, pooled_nL, strict=True):
+                weight_ATR = pooling.weights(state_LH[pooled_L]).float().cpu().numpy()
+                weight_TR = weight_ATR.mean(axis=0) if head is None else weight_ATR[head]
                 pooled_spans = [*compress(spanned.spans, pooled_L.tolist())]
-                weights = LatentWeights(spanned.text, pooled_spans, weight_ATR.float().cpu().numpy())
-                weights_by_row[spanned.row] = weights
+                weights_by_row[spanned.row] = LatentWeights(spanned.text, pooled_spans, weight_TR)
     return [weights_by_row[row] for row in range(len(texts))]
 
 
 def latent_pooling(embedder: Embedder) -> LatentAttentionPooling:
-    """The model's latent-attention pooling; an `InputError` if it has another pooling."""
     if not isinstance(embedder.pooling, LatentAttentionPooling):
         name = pooling_name(embedder.pooling).replace("_", "-")
         raise InputError("the model", f"has {name} pooling, without latents", "use one with latent-attention pooling")
@@ -299,10 +247,7 @@ def expert_loads(
 ) -> ExpertLoads:
     """Encode texts and count the tokens, including the prompt's, that each expert gets; repeated texts count once.
 
-    Precision: the encoder's; in another precision, a token near a tie between experts may go to another expert.
-    Raises:
-        InputError: If the model has no experts, or is contextual.
-        OptionError: If the model has no such prompt.
+    In another precision, a token near a tie between experts may go to another expert.
     """
     backbone = encoder.embedder.backbone
     if encoder.num_context:
@@ -343,10 +288,7 @@ class ContextualShift:
 
     @property
     def stays_nearest(self) -> float:
-        """The share of vectors whose nearest vector from another context is of the same document.
-
-        The paper makes this claim about its figure.
-        """
+        """The share of vectors whose nearest vector from another context is of the same document."""
         num_contexts, num_documents, width = self.vector_CND.shape
         vector_VD = self.vector_CND.reshape(-1, width)
         context_V, document_V = np.divmod(np.arange(num_contexts * num_documents), num_documents)
@@ -356,11 +298,7 @@ class ContextualShift:
 
 
 def contextual_shift(encoder: Encoder, texts: Sequence[str], contexts: Sequence[Context]) -> ContextualShift:
-    """Encode two or more different documents with each of two or more contexts (see `choose_context`), and without one.
-
-    Raises:
-        OptionError: If there are fewer documents or contexts, or a context does not fit the model.
-    """
+    """Encode two or more documents with each of two or more contexts, and without one."""
     for name, items in (("documents", texts), ("contexts", contexts)):
         if len(items) < 2:
             raise OptionError(name, len(items), "must be two or more, to be compared", "add some")

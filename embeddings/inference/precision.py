@@ -19,7 +19,7 @@ _INT8_PRODUCT_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
 
 
 def has_int8_products() -> bool:
-    """Whether an x86 CPU accumulates products of 8-bit numbers in 32 bits; False if unknown."""
+    """Whether an x86 CPU accumulates products of 8-bit numbers in 32 bits."""
     return not _INT8_PRODUCT_FLAGS.isdisjoint(cpu_flags())
 
 
@@ -52,7 +52,7 @@ class QuantisedInput:
         self._quantised: tuple[Tensor, Tensor] | None = None
 
     def of(self, owner: nn.Module, input_I: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantised inputs (..., I) of layers of `owner`, uint8 with zero at `steps` + 1, and each token's maximum."""
+        """Inputs (..., I) of layers of `owner` as uint8 with zero at `steps` + 1, and each token's maximum."""
         if self._quantised is None or self._input is not input_I or self._owner is not owner:
             self._owner, self._input, self._quantised = owner, input_I, self.quantise(input_I)
         return self._quantised
@@ -91,8 +91,7 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 class Int8Products:
     """The linear layers of a model's backbones, including adapters, which `on` runs in int8; weights do not change.
 
-    Each row of a weight has a fixed scale, and each token a scale of its own. Everything else (attention, norms,
-    pooling, experts) runs in float32. Memory: one more byte per weight.
+    Each row of a weight has a fixed scale, and each token a scale of its own. Everything else runs in float32.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,7 +110,6 @@ class Int8Products:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Run the layers in int8 within the context."""
         for layer, product in self._products:
             layer.forward = product
         try:

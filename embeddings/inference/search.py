@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embeddings.common.errors import OptionError
 from embeddings.common.io import check_manifest
-from embeddings.inference.context import ContextDraw, check_same_context
+from embeddings.inference.context import check_same_context
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256
 from embeddings.inference.vector_folder import (
     DOCUMENT_TILE,
@@ -26,7 +26,7 @@ QUERY_TILE = 1024
 
 
 class TopK(NamedTuple):
-    """The best documents of each query, best first: inner products, (Q, K) float32, and rows, (Q, K) int64."""
+    """The best documents of each query, best first: scores, (Q, K) float32, and rows, (Q, K) int64."""
 
     score_QK: npt.NDArray[np.float32]
     index_QK: npt.NDArray[np.int64]
@@ -65,17 +65,12 @@ def search_top_k(
 
 
 def require_top_k(top_k: int) -> None:
-    """Raise an `OptionError` unless the number of documents is positive."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
 
 
 class BestDocuments:
-    """The best documents of each query so far.
-
-    A document is one integer, which sorts by score, then by falling rank: the bits of the score above those of the
-    rank. Ranks are below 2^32.
-    """
+    """The best documents of each query so far, each as one integer: the bits of the score, then of the falling rank."""
 
     def __init__(self, num_queries: int, top_k: int, chunk_size: int, device: str | torch.device = "cpu") -> None:
         require_top_k(top_k)
@@ -125,8 +120,8 @@ def _scores(key_QK: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & _MAGNITUDE)).view(torch.float32)
 
 
-# For products in a lower dtype: the usual limit of the error of a score of unit vectors, and the share of documents
-# beyond the top k that are scored again.
+# For products in a lower dtype: the usual error of a score of unit vectors, and the share of further documents that
+# are scored again.
 _MARGINS = {torch.bfloat16: (0.005, 1.0), torch.float16: (0.001, 0.25), torch.float32: (0.0, 0.0)}
 SLACK = 16
 # Pairs whose vectors fit a CPU cache.
@@ -146,11 +141,7 @@ def best_of_tiles(
     rank_N: Tensor | None = None,
     num_pairs: int = PAIRS,
 ) -> TopK:
-    """The best documents of all tiles, with products in `dtype` and scores in float32; one pass over the tiles.
-
-    In a lower dtype, for unit vectors, a tile's candidates are scored again if they may be among the best. Only more
-    than the slack of equal documents, or of nearly equal ones, can be missed.
-    """
+    """The best documents of all tiles; candidates of products in a lower `dtype` are scored again in float32."""
     rounded_QD, first_row = query_QD.to(dtype), 0
     for tile_TD in tiles:
         rank_T = torch.arange(first_row, first_row + len(tile_TD), device=query_QD.device)
@@ -199,8 +190,7 @@ _STRIPES = 16
 def largest(score_QT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The `top_k` largest values of each row in float32 and their positions, (Q, `top_k`), unordered.
 
-    A row is reshaped to stripes, one below the other. The `top_k` columns with the largest maxima contain the `top_k`
-    largest values of the row: a value in another column is exceeded by the maxima of `top_k` columns.
+    A row is laid out in stripes, one below the other: the `top_k` columns with the largest maxima contain them.
     """
     num_columns = score_QT.shape[1] // _STRIPES
     if num_columns <= top_k:
@@ -229,15 +219,6 @@ def _topk(value_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 RESCORE_MULTIPLIER = 4
 # Queries per block: their distances to a tile of documents take a few MiB.
 _QUERIES = 32
-# A distance and a row are packed into one integer, which sorts by distance, then by row.
-_ROW_BITS = 40
-
-
-class NearestSigns(NamedTuple):
-    """The nearest documents of each query, nearest first: Hamming distances and rows, (Q, K) int64."""
-
-    distance_QK: npt.NDArray[np.int64]
-    index_QK: npt.NDArray[np.int64]
 
 
 def search_signs(
@@ -248,10 +229,7 @@ def search_signs(
     The K x `rescore_multiplier` documents with the smallest Hamming distances are scored against the unit queries,
     (Q, D) float32: score = q . s / sqrt(D) with s in {-1, 1}. Equal scores are in row order.
 
-    Precision: distances are integers, computed on the CPU; scores are summed in float64.
-    Raises:
-        InputError: If a shard is missing or damaged.
-        OptionError: If `top_k` or `rescore_multiplier` is not positive.
+    Precision: scores are summed in float64.
     Source: Yamada et al. 2021 (BPR), arXiv:2106.00882: candidates by Hamming distance, rescored with the float query.
         Differs: the model need not be trained for it.
     """
@@ -260,60 +238,43 @@ def search_signs(
     shards = (documents.stored(shard) for shard in range(documents.num_shards))
     nearest = nearest_signs(sign_bits(query_QD), shards, top_k * rescore_multiplier)
     width = min(top_k, documents.num_rows)
-    score_QK = np.empty((len(query_QD), width), np.float32)
-    row_QK = np.empty((len(query_QD), width), np.int64)
-    for start in range(0, len(query_QD), _QUERIES):
-        block = slice(start, start + _QUERIES)
-        row_N, index_qM = np.unique(nearest.index_QK[block], return_inverse=True)
-        sign_ND = documents.take(row_N, unit=False)
-        for query, index_M in enumerate(index_qM.reshape(nearest.index_QK[block].shape), start=start):
-            dot_M = np.vecdot(sign_ND[index_M].astype(np.float64), query_QD[query].astype(np.float64))
-            score_M = (dot_M / documents.embedding_dim**0.5).astype(np.float32)
-            # Indices ascend with the rows.
-            order_K = np.lexsort((index_M, -score_M))[:width]
-            score_QK[query], row_QK[query] = score_M[order_K], row_N[index_M[order_K]]
-    return TopK(score_QK, row_QK)
+    best = TopK(np.empty((len(query_QD), width), np.float32), np.empty((len(query_QD), width), np.int64))
+    for query, row_M in enumerate(np.sort(nearest.index_QK, axis=1)):
+        dot_M = np.vecdot(documents.take(row_M, unit=False).astype(np.float64), query_QD[query].astype(np.float64))
+        score_M = (dot_M / documents.embedding_dim**0.5).astype(np.float32)
+        order_K = np.argsort(-score_M, kind="stable")[:width]
+        best.score_QK[query], best.index_QK[query] = score_M[order_K], row_M[order_K]
+    return best
 
 
-def nearest_signs(
-    query_QB: npt.NDArray[np.uint8], documents: Iterable[npt.NDArray[np.uint8]], top_k: int
-) -> NearestSigns:
+def nearest_signs(query_QB: npt.NDArray[np.uint8], documents: Iterable[npt.NDArray[np.uint8]], top_k: int) -> TopK:
     """The documents with the smallest Hamming distances, equal distances by row; packed signs, (Q, B) uint8.
 
-    Memory: the distances of 32 queries to 16,384 documents, and the result.
+    Scores are negative distances.
     """
-    query_QW, first_row = _words(query_QB), 0
-    blocks = [slice(start, start + _QUERIES) for start in range(0, max(1, len(query_QB)), _QUERIES)]
-    best = [np.empty((len(query_QW[block]), 0), np.int64) for block in blocks]
+    query_QW, best, first_row = _words(query_QB), BestDocuments(len(query_QB), top_k, _QUERIES), 0
     for piece in documents:
         for start in range(0, len(piece), DOCUMENT_TILE):
             tile_WT = np.ascontiguousarray(_words(piece[start : start + DOCUMENT_TILE]).T)
-            row_T = np.arange(first_row, first_row + tile_WT.shape[1])
-            for number, block in enumerate(blocks):
-                distance_QT = np.zeros((len(query_QW[block]), len(row_T)), np.int64)
-                for word, word_T in enumerate(tile_WT):
-                    distance_QT += np.bitwise_count(query_QW[block, word, None] ^ word_T)
-                key_QN = np.concatenate([best[number], (distance_QT << _ROW_BITS) | row_T], axis=1)
-                if top_k < key_QN.shape[1]:
-                    key_QN = np.partition(key_QN, top_k - 1, axis=1)[:, :top_k]
-                best[number] = key_QN
-            first_row += len(row_T)
-    key_QK = np.concatenate([np.sort(keys, axis=1) for keys in best])
-    return NearestSigns(key_QK >> _ROW_BITS, key_QK & ((1 << _ROW_BITS) - 1))
-
-
-def require_multiplier(rescore_multiplier: int) -> None:
-    """Raise an `OptionError` unless the number of rescored documents per result is positive."""
-    if rescore_multiplier < 1:
-        rule = "must be >= 1"
-        raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
+            rank_T = torch.arange(first_row, first_row + tile_WT.shape[1])
+            for number, chunk in enumerate(best.chunks):
+                distance_QT = np.zeros((chunk.stop - chunk.start, len(rank_T)), np.float32)
+                for query_Q, word_T in zip(query_QW[chunk].T, tile_WT, strict=True):
+                    distance_QT += np.bitwise_count(query_Q[:, None] ^ word_T)
+                best.add(number, *_top_of_tile(-torch.from_numpy(distance_QT), rank_T, top_k))
+            first_row += len(rank_T)
+    return best.result()
 
 
 def _words(bits_NB: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     """The same bits as 64-bit words, padded with 0, (N, W)."""
-    word_NW = np.zeros((len(bits_NB), -(-bits_NB.shape[1] // 8)), np.uint64)
-    word_NW.view(np.uint8)[:, : bits_NB.shape[1]] = bits_NB
-    return word_NW
+    return np.pad(bits_NB, ((0, 0), (0, -bits_NB.shape[1] % 8))).view(np.uint64)
+
+
+def require_multiplier(rescore_multiplier: int) -> None:
+    if rescore_multiplier < 1:
+        rule = "must be >= 1"
+        raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
 
 
 # Searches an index: unit query vectors and the number of documents per query -> the best documents.
@@ -335,15 +296,10 @@ class CorpusSearch:
         encoder: The model; its `query` prompt goes before each query.
         corpus: A folder written by `encode_corpus` with the same model, or a corpus file, which is encoded now.
         context: Context for the queries and documents of a contextual model; None for the folder's context, or for a
-            file without a context. A draw is encoded for a file, and only compared for a folder.
+            file without a context.
         nearest: An index of the folder's vectors; None to compare each query with every document.
         rescore_multiplier: For a folder of binary vectors, the number of candidates to rescore per returned document
             (see `search_signs`); None for 4.
-
-    Raises:
-        InputError: If the corpus is invalid, or was encoded with another model, context or number of dimensions.
-        OptionError: If the context does not fit the model, `rescore_multiplier` is not positive or the corpus is not a
-            folder of binary vectors, or an index is given for a corpus file.
     """
 
     def __init__(
@@ -351,51 +307,41 @@ class CorpusSearch:
         encoder: Encoder,
         corpus: str | Path,
         *,
-        context: Context | ContextDraw | None = None,
+        context: Context | None = None,
         nearest: NearestRows | None = None,
         rescore_multiplier: int | None = None,
     ) -> None:
-        self.encoder = encoder
+        self.encoder, self.context = encoder, context
         self._folder: VectorFolder | None = None
         self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
         require_multiplier(self._rescore_multiplier)
+        if nearest is not None:
+            encoder.embedder.require_directions("index", encoder.origin, "an index")
         if Path(corpus).is_dir():
             fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
             check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
             self._folder = VectorFolder.open(corpus)
-        if rescore_multiplier is not None and (self._folder is None or self._folder.vector_format != "binary"):
+        self._is_binary = self._folder is not None and self._folder.vector_format == "binary"
+        if self._is_binary:
+            encoder.embedder.require_directions("corpus", str(corpus), "a search of binary vectors")
+        elif rescore_multiplier is not None:
             rule = "has an effect only on a folder of binary vectors"
             raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
-        if nearest is not None:
-            encoder.embedder.require_directions("index", encoder.origin, "an index")
-        if self._folder is not None and self._folder.vector_format == "binary":
-            encoder.embedder.require_directions("corpus", str(corpus), "a search of binary vectors")
         if self._folder is not None:
-            self._context = self._folder.context()
+            self.context = self._folder.context()
             if context is not None:
-                check_same_context(self._folder.path, self._context, context)
+                check_same_context(self._folder.path, self.context, context)
         else:
             if nearest is not None:
                 raise OptionError("nearest", "an index", "needs an encoded folder", "encode the corpus first")
             self._corpus = list(read_corpus(corpus))
-            self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context
             texts = [document.text for document in self._corpus]
-            self._vector_ND = encoder.comparable(encoder.encode(texts, None, self._context, role="document"))
+            self._vector_ND = encoder.comparable(encoder.encode(texts, None, context, role="document"))
         self._nearest = nearest or self._compare_all
 
-    @property
-    def has_context(self) -> bool:
-        """Whether queries and documents are encoded with a context."""
-        return self._context is not None
-
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
-        """At most `top_k` documents with the largest scores (see `Encoder.similarity`) for each query, best first.
-
-        Raises:
-            InputError: If a vector of the folder is zero or not finite, or its documents are damaged.
-            OptionError: If `top_k` is not positive.
-        """
-        query_QD = self.encoder.comparable(self.encoder.encode(queries, None, self._context, role="query"))
+        """At most `top_k` documents with the largest scores (see `Encoder.similarity`) for each query, best first."""
+        query_QD = self.encoder.comparable(self.encoder.encode(queries, None, self.context, role="query"))
         best = self._nearest(query_QD, top_k)
         return [
             [Hit(id_, score, text) for (id_, text), score in zip(self._documents(rows), scores, strict=False)]
@@ -403,25 +349,13 @@ class CorpusSearch:
         ]
 
     def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
-        if self._folder is not None and self._folder.vector_format == "binary":
+        if self._folder is not None and self._is_binary:
             return search_signs(query_QD, self._folder.shards, top_k, self._rescore_multiplier)
         folder, raw = self._folder, self.encoder.embedder.compares_lengths
         documents = self._vector_ND if folder is None else folder.tiles() if raw else folder.directions()
         return search_top_k(query_QD, documents, top_k, self.encoder.device)
 
     def _documents(self, rows: list[int]) -> list[Document]:
-        """The documents at some rows; an index that found fewer than requested ends its rows with -1."""
+        # An index that found fewer than requested ends its rows with -1.
         rows = [row for row in rows if row >= 0]
         return [self._corpus[row] for row in rows] if self._folder is None else self._folder.documents(rows)
-
-
-def search_corpus(
-    encoder: Encoder,
-    corpus: str | Path,
-    queries: Sequence[str],
-    top_k: int = 10,
-    *,
-    context: Context | ContextDraw | None = None,
-) -> list[list[Hit]]:
-    """The documents with the largest scores for each query, best first; see `CorpusSearch`."""
-    return CorpusSearch(encoder, corpus, context=context).search(queries, top_k)

@@ -2,8 +2,9 @@
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -21,6 +22,7 @@ from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import (
     MANIFEST,
     atomic_path,
+    check_disk_space,
     check_file,
     check_manifest,
     check_regular,
@@ -30,20 +32,14 @@ from embeddings.common.io import (
     read_json_or_empty,
     write_text,
 )
-from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array, spread
+from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array, shard_rows, spread
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole, shorten
+from embeddings.common.types import TokenBatch
 from embeddings.data.readers import open_reader
 from embeddings.data.records import kind_of
-from embeddings.inference.encoder import (
-    CONTEXT_FILE,
-    Context,
-    Encoder,
-    TextPreparation,
-    TokenisedTexts,
-    embedder_sha256,
-    unit_rows,
-)
+from embeddings.data.tokenize import TextTokenizer
+from embeddings.inference.encoder import CONTEXT_FILE, Context, Encoder, embedder_sha256, text_blocks, unit_rows
 
 VectorFormat = Literal["float32", "float16", "int8", "binary"]
 VECTOR_FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
@@ -51,7 +47,7 @@ VECTOR_FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
 DOCUMENT_TILE = 16384
 ENCODE_AGAIN = "delete the folder and encode again"
 _MAX_CODE = 127
-# Texts per shard. An interruption loses the current shard: some seconds of a GPU's work at the larger size.
+# Texts per shard; an interruption loses the current shard.
 SHARD_SIZE, SLOW_SHARD_SIZE = 8192, 1024
 _MANY_PARAMETERS = 10**9
 _COLUMNS = ("_id", "title", "text")
@@ -68,37 +64,48 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
     A row has `_id`, `title` and `text` as in BEIR; only `text` is required. `id` is used where there is no `_id`, and
-    the row number, from 0, where there is neither. `columns` maps these fields to columns with other names.
-
-    Raises:
-        InputError: If the file or a row is invalid, or an id occurs twice; the message names file and row.
-        OptionError: If `columns` maps another field.
+    the row number, from 0, where there is neither. `columns` maps these fields to columns with other names. An
+    `InputError` names file and row of an invalid row, and, after the last row, of a repeated id.
     """
+    hashes = array("q")
+    for _, document in _corpus_rows(path, columns):
+        hashes.append(hash(document.document_id))
+        yield document
+    values, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
+    repeated, seen = set(values[counts > 1].tolist()), set[str]()
+    for where, document in _corpus_rows(path, columns) if repeated else ():
+        if hash(document.document_id) in repeated and document.document_id in seen:
+            what = f"the id {shown(document.document_id)} occurs a second time"
+            raise InputError(where, what, "make the ids unique")
+        if hash(document.document_id) in repeated:
+            seen.add(document.document_id)
+
+
+def _corpus_rows(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[tuple[str, Document]]:
+    """The documents of a file, each with its place for messages."""
     for name in columns or ():
         if name not in _COLUMNS:
             raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
     id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _COLUMNS)
-    seen: set[str] = set()
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
     for number, (where, fields) in enumerate(reader):
-        used_column = next((name for name in id_columns if name in fields), id_column)
-        document_id = identifier_field(where, {used_column: number, **fields}, used_column)
-        title = "" if fields.get(title_column) is None else text_field(where, fields, title_column)
+        column = id_columns[0] if id_columns[0] in fields else id_columns[-1]
+        document_id = identifier_field(where, fields, column) if column in fields else str(number)
         text = text_field(where, fields, text_column)
-        if document_id in seen:
-            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "make the ids unique")
-        seen.add(document_id)
-        yield Document(document_id, " ".join(part for part in (title, text) if part))
+        if fields.get(title_column) is not None:
+            title = text_field(where, fields, title_column)
+            text = f"{title} {text}" if title and text else title or text
+        yield where, Document(document_id, text)
 
 
 def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The text in a field of a row, which may be empty; an `InputError` if it is missing, not text or not Unicode."""
-    if name not in fields:
-        present = shorten(", ".join(map(str, fields)), 80) or "none"
-        raise InputError(where, f"field {name!r} is missing (found: {present})", "add it")
-    value = fields[name]
+    """The text in a field of a row, which may be empty."""
+    value = fields.get(name)
     if not isinstance(value, str):
+        if name not in fields:
+            present = shorten(", ".join(map(str, fields)), 80) or "none"
+            raise InputError(where, f"field {name!r} is missing (found: {present})", "add it")
         fix = "give it a text, or leave the row out" if value is None else "write it in quotes"
         raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", fix)
     try:
@@ -109,7 +116,7 @@ def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
 
 
 def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The id in a field of a row, an integer converted to text; an `InputError` if it is missing, empty or neither."""
+    """The id in a field of a row, an integer converted to text."""
     if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
         return str(fields[name])
     value = text_field(where, fields, name)
@@ -139,7 +146,6 @@ def stored_type(vector_format: VectorFormat, embedding_dim: int) -> tuple[np.dty
 
 
 def bytes_per_vector(vector_format: VectorFormat, embedding_dim: int) -> int:
-    """Bytes of a stored vector."""
     dtype, shape = stored_type(vector_format, embedding_dim)
     return int(dtype.itemsize * np.prod(shape, dtype=np.int64))
 
@@ -150,17 +156,22 @@ def stored_rows(
     """Convert vectors, (N, D) float32, to their stored form, (N, ...) of `stored_type`; float32 is not copied.
 
     int8 is symmetric with one scale per row: scale = max |x| / 127, code = x / scale, rounded to nearest. One scale per
-    dimension, calibrated on the first 1,000 rows, preserves the order less well (E13). binary stores which numbers are
-    above 0, eight per byte, the first in the highest bit (`numpy.packbits`).
-
-    An `InputError` names `where` and the row of a vector that is zero, not finite, or outside the range of float16.
+    dimension, calibrated on the first 1,000 rows, preserves the order less well (E13). An `InputError` names `where`
+    and the row of a vector that is zero, not finite, or outside the range of float16.
     """
     check_vectors(vector_ND, where, first_row)
     match vector_format:
         case "float32":
             return vector_ND
         case "float16":
-            return _to_float16(vector_ND, where, first_row)
+            with np.errstate(over="ignore", under="ignore"):
+                half_ND = vector_ND.astype(np.float16)
+            bad_n = np.flatnonzero(~np.isfinite(half_ND).all(axis=1) | ~half_ND.any(axis=1))
+            if bad_n.size:
+                what = "the vector has numbers too large or too small for float16"
+                hint = "encode with vector_format float32 or int8"
+                raise InputError(f"{where}:{first_row + int(bad_n[0])}", what, hint)
+            return half_ND
         case "int8":
             rows_N = np.empty(len(vector_ND), stored_type(vector_format, vector_ND.shape[1])[0])
             rows_N["scale"] = np.abs(vector_ND).max(axis=1) / _MAX_CODE
@@ -180,25 +191,13 @@ def float_rows(stored: npt.NDArray[Any], vector_format: VectorFormat) -> npt.NDA
         case "int8":
             rows = stored["codes"] * stored["scale"][:, None]
         case "binary":
-            rows = np.unpackbits(stored, axis=1).astype(np.float32)
-            rows *= 2
-            rows -= 1
+            rows = 2 * np.unpackbits(stored, axis=1).astype(np.float32) - 1
     return rows
 
 
 def sign_bits(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """The signs of vectors, packed: bit 1 where a number is above 0, (N, D / 8) uint8."""
     return np.packbits(vector_ND > 0, axis=1)
-
-
-def _to_float16(vector_ND: npt.NDArray[np.float32], where: str, first_row: int) -> npt.NDArray[np.float16]:
-    with np.errstate(over="ignore", under="ignore"):
-        half_ND = vector_ND.astype(np.float16)
-    bad_n = np.flatnonzero(~np.isfinite(half_ND).all(axis=1) | ~half_ND.any(axis=1))
-    if bad_n.size:
-        what = "the vector has numbers too large or too small for float16"
-        raise InputError(f"{where}:{first_row + int(bad_n[0])}", what, "encode with vector_format float32 or int8")
-    return half_ND
 
 
 @dataclass(frozen=True)
@@ -222,10 +221,10 @@ class VectorShards:
         return self.folder / f"vectors-{shard:05d}.npy"
 
     def rows(self, shard: int) -> range:
-        return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_rows))
+        return shard_rows(shard, self.shard_size, self.num_rows)
 
     def stored(self, shard: int) -> npt.NDArray[Any]:
-        """A shard as stored, memory-mapped, (n, ...) of `stored_type`; an `InputError` if it is damaged."""
+        """A shard as stored, memory-mapped, (n, ...) of `stored_type`."""
         dtype, row_shape = stored_type(self.vector_format, self.embedding_dim)
         path, shape = self.path(shard), (len(self.rows(shard)), *row_shape)
         array: npt.NDArray[Any] = load_array(path, ENCODE_AGAIN, mapped=True)
@@ -263,8 +262,7 @@ class VectorShards:
 class VectorFolder:
     """A folder written by `encode_corpus`.
 
-    Shard `i` is `vectors-<i>.npy`, n rows of `stored_type`, and `documents-<i>.jsonl`, `{"_id", "text"}` in the same
-    order; every shard except the last has `shard_size` documents.
+    Shard `i` is `vectors-<i>.npy`, n rows of `stored_type`, and `documents-<i>.jsonl`, `{"_id", "text"}`.
     """
 
     path: Path
@@ -275,19 +273,15 @@ class VectorFolder:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open a finished folder; an `InputError` if `path` has no finished encoding."""
+        """Open a finished folder."""
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         num_documents, embedding_dim, shard_size = (
             fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")
         )
-        vector_format = fields["vector_format"]
-        if vector_format not in VECTOR_FORMATS:
-            what = f"field 'vector_format' is {shown(vector_format)}, expected one of {', '.join(VECTOR_FORMATS)}"
-            raise InputError(str(fields.path), what, ENCODE_AGAIN)
-        return cls(Path(path), num_documents, embedding_dim, shard_size, vector_format)
+        return cls(Path(path), num_documents, embedding_dim, shard_size, fields["vector_format"])
 
     def require_format(self, *formats: VectorFormat, use: str) -> None:
-        """Raise an `InputError` unless the vectors are stored in one of `formats`; `use` names what needs them."""
+        """Refuse a folder whose vectors are not stored in one of `formats`; `use` names what needs them."""
         if self.vector_format not in formats:
             what = f"has {self.vector_format} vectors, but {use} needs {' or '.join(formats)}"
             raise InputError(str(self.path), what, f"encode into another folder with --vector-format {formats[0]}")
@@ -296,21 +290,13 @@ class VectorFolder:
     def shards(self) -> VectorShards:
         return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size, self.vector_format)
 
-    @property
-    def num_shards(self) -> int:
-        return self.shards.num_shards
-
-    def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors of each shard, (n, D) float32."""
-        return iter(self.shards)
-
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
         """The vectors of `tiles` at unit length."""
         return map(unit_rows, self.tiles())
 
     def tiles(self) -> Iterator[npt.NDArray[np.float32]]:
         """The vectors in blocks of at most 16,384; an `InputError` names a zero or non-finite one."""
-        for shard in range(self.num_shards):
+        for shard in range(self.shards.num_shards):
             stored = self.shards.stored(shard)
             for start in range(0, len(stored), DOCUMENT_TILE):
                 vector_nD = float_rows(stored[start : start + DOCUMENT_TILE], self.vector_format)
@@ -322,7 +308,7 @@ class VectorFolder:
         return Context.read(self.path)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
-        """The documents at some rows; only their shards are read. Errors name file and line, from 1."""
+        """The documents at some rows; only their shards are read."""
         documents: dict[int, Document] = {}
         for shard in sorted({row // self.shard_size for row in rows}):
             path = _documents_path(self.path, shard)
@@ -334,7 +320,11 @@ class VectorFolder:
                 raise InputError(str(path), "is missing or damaged", ENCODE_AGAIN) from None
             for row in {row for row in rows if row // self.shard_size == shard}:
                 index = row % self.shard_size
-                documents[row] = _parse_document(lines[index] if index < len(lines) else "", f"{path}:{index + 1}")
+                try:
+                    fields = json.loads(lines[index])
+                    documents[row] = Document(*(text_field("", fields, name) for name in ("_id", "text")))
+                except (ValueError, IndexError, AttributeError, RecursionError, InputError):
+                    raise InputError(f"{path}:{index + 1}", "is not a document", ENCODE_AGAIN) from None
         return [documents[row] for row in rows]
 
 
@@ -354,8 +344,8 @@ def encode_corpus(
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
-    After a kill, the same call resumes at the first missing shard with the mini-batches of the first call, and writes
-    the same bytes; only another number of threads may change the rounding. A finished folder is not changed.
+    After a kill, the same call resumes at the first missing shard, and writes the same bytes; only another number of
+    threads may change the rounding. A finished folder is not changed.
 
     Args:
         encoder: The model.
@@ -368,17 +358,10 @@ def encode_corpus(
             new one 1,024 on a CPU or with at least a billion parameters, else 8,192.
         vector_format: Storage format of the vectors (see `stored_rows`): `int8` needs a quarter of the bytes of
             float32, `binary` one 32nd, at some loss of quality.
-        context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder,
-            `context.npy` and the ids of its documents in the manifest, and a search reads it from there.
-        devices: Devices that share the shards, one process each (see `on_devices`). With fewer than two devices or
-            missing shards, this process does all the work.
+        context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder, and
+            a search reads it from there.
+        devices: Devices that share the shards, one process each (see `on_devices`).
         tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
-
-    Raises:
-        InputError: If the corpus is invalid, a text has a zero vector, or the folder has other content or was
-            written with other options.
-        OptionError: If `shard_size` is not positive, or the format does not fit the width, or the context the model.
-        WorkerError: If one of the processes died; finished shards are kept.
     """
     folder = Path(output)
     shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
@@ -387,7 +370,10 @@ def encode_corpus(
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     require_format(vector_format, encoder.embedding_dim)
     # Errors in the corpus or the prompt are found before anything is written.
-    num_documents = sum(1 for _ in read_corpus(corpus, columns))
+    num_documents, text_bytes = 0, 0
+    for document in read_corpus(corpus, columns):
+        num_documents += 1
+        text_bytes += len(document.text)
     encoder.encode([""], prompt_name, context, role=role)
     fields = {
         "kind": "vectors",
@@ -407,22 +393,28 @@ def encode_corpus(
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
+    missing = job.missing()
+    total_bytes = text_bytes + num_documents * bytes_per_vector(vector_format, encoder.embedding_dim)
+    check_disk_space(folder, total_bytes * len(missing) // shards.num_shards)
     if context is not None:
         context = context.write(folder)
-    encode_shard = _ShardEncoder(shards, os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
-    missing = job.missing()
-    items = encode_shard.items(missing, columns)
+    options = (os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
+    items = _missing_shards(shards, missing, read_corpus(corpus, columns))
     # The first shard cannot be tokenised while another is encoded.
     names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
-    with ExitStack() as stack:
-        if names:
-            tokenise = partial(_tokeniser, encoder.preparation(prompt_name, role))
-            items = stack.enter_context(closing(spread(dict.fromkeys(names, tokenise), items)))
-        counts = stack.enter_context(closing(on_devices(encoder, devices[: len(missing)], encode_shard, items)))
-        done = num_documents - sum(len(shards.rows(shard)) for shard in missing)
-        with progress_bar(num_documents, "encode", "document", initial=done, disable=not encoder.show_progress) as bar:
-            for count in counts:
-                bar.update(count)
+    if names:
+        embedder = encoder.embedder
+        tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+        tokenise = partial(_tokeniser, tokenizer, role, embedder.text.prompt(prompt_name, role))
+        items = spread(dict.fromkeys(names, tokenise), items)
+    done = num_documents - sum(len(shards.rows(shard)) for shard in missing)
+    with (
+        closing(items),
+        closing(on_devices(encoder, devices[: len(missing)], partial(_encode_shard, shards, options), items)) as counts,
+        progress_bar(num_documents, "encode", "document", initial=done, disable=not encoder.show_progress) as bar,
+    ):
+        for count in counts:
+            bar.update(count)
     job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
 
@@ -441,59 +433,51 @@ class _ShardTexts(NamedTuple):
 
     shard: int
     documents: list[Document]
-    tokens: TokenisedTexts | None = None
+    tokens: list[TokenBatch] | None = None
 
 
-@dataclass(frozen=True)
-class _ShardEncoder:
-    """Encodes and writes a shard, in this process or a worker; returns its number of documents."""
-
-    shards: VectorShards
-    corpus: str
-    prompt_name: PromptChoice
-    role: TextRole
-    context: Context | None
-    mini_batch_tokens: int
-
-    def items(self, missing: Sequence[int], columns: Mapping[str, str] | None) -> Generator[_ShardTexts, None, None]:
-        """The documents of each missing shard, from one pass over the corpus."""
-        documents, wanted = read_corpus(self.corpus, columns), set(missing)
-        for shard in range(self.shards.num_shards):
-            of_shard = list(islice(documents, self.shards.shard_size))
-            if shard in wanted:
-                yield _ShardTexts(shard, of_shard)
-
-    def __call__(self, encoder: Encoder, item: _ShardTexts) -> int:
-        texts = item.tokens or [document.text for document in item.documents]
-        encoder = encoder.with_mini_batch_tokens(self.mini_batch_tokens)
-        vectors = encoder.encode(texts, self.prompt_name, self.context, role=self.role)
-        first_row = self.shards.rows(item.shard).start + 1
-        stored = stored_rows(vectors, self.shards.vector_format, self.corpus, first_row)
-        _write_shard(self.shards, item.shard, item.documents, stored)
-        return len(item.documents)
+def _missing_shards(
+    shards: VectorShards, missing: Sequence[int], documents: Iterator[Document]
+) -> Generator[_ShardTexts, None, None]:
+    """Each missing shard and its documents, from one pass over the corpus."""
+    wanted = set(missing)
+    for shard in range(shards.num_shards if missing else 0):
+        of_shard = list(islice(documents, shards.shard_size))
+        if shard in wanted:
+            yield _ShardTexts(shard, of_shard)
 
 
-def _tokeniser(preparation: TextPreparation) -> Callable[[_ShardTexts], _ShardTexts]:
-    return lambda item: item._replace(tokens=preparation([document.text for document in item.documents]))
+def _tokeniser(tokenizer: TextTokenizer, role: TextRole, prompt: str) -> Callable[[_ShardTexts], _ShardTexts]:
+    def tokenise(item: _ShardTexts) -> _ShardTexts:
+        blocks = text_blocks([document.text for document in item.documents])
+        return item._replace(tokens=[tokenizer(block, role, prompt) for block in blocks])
+
+    return tokenise
+
+
+def _encode_shard(
+    shards: VectorShards,
+    options: tuple[str, PromptChoice, TextRole, Context | None, int],
+    encoder: Encoder,
+    item: _ShardTexts,
+) -> int:
+    """Encode and write a shard, in this process or a worker; returns its number of documents."""
+    (corpus, prompt_name, role, context, mini_batch_tokens), (shard, documents, tokens) = options, item
+    encoder = encoder.with_mini_batch_tokens(mini_batch_tokens)
+    texts = [document.text for document in documents]
+    vectors = encoder.encode(texts, prompt_name, context, role=role, tokenised=tokens)
+    stored = stored_rows(vectors, shards.vector_format, corpus, shards.rows(shard).start + 1)
+    _write_shard(shards, shard, documents, stored)
+    return len(documents)
 
 
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:
     lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
     write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
+    check_disk_space(shards.path(shard), stored.nbytes)
     # The vectors are written last: if they exist, the shard is complete.
     with atomic_path(shards.path(shard)) as temporary:
         save_array(temporary, stored)
-
-
-def _parse_document(line: str, where: str) -> Document:
-    try:
-        fields = json.loads(line)
-        document = Document(fields["_id"], fields["text"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        document = None
-    if document is None or not (isinstance(document.document_id, str) and isinstance(document.text, str)):
-        raise InputError(where, "is not a document", ENCODE_AGAIN)
-    return document
 
 
 def _documents_path(folder: Path, shard: int) -> Path:
@@ -503,28 +487,24 @@ def _documents_path(folder: Path, shard: int) -> Path:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_DEVICES_HINT = "give a number of devices, or names such as cuda:0,cuda:1"
-
 
 def parse_devices(devices: int | str) -> tuple[str, ...]:
     """The devices for a number of them (GPUs, or CPU processes if there is no GPU), or for names separated by commas.
 
-    A name that occurs twice means two processes. Missing devices, and devices of several types, are an `OptionError`.
+    A name that occurs twice means two processes.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):
-        if devices < 1 or 0 < num_gpus < devices:
-            rule = f"must be from 1 to the number of GPUs, {num_gpus}" if num_gpus else "must be >= 1"
-            raise OptionError("devices", devices, rule, _DEVICES_HINT)
-        return tuple(f"cuda:{number}" if num_gpus else "cpu" for number in range(devices))
-    names = tuple(name.strip() for name in devices.split(","))
-    known = {"cpu", *(("cuda",) if num_gpus else ()), *(f"cuda:{number}" for number in range(num_gpus))}
-    if not known.issuperset(names):
-        rule = f"must name devices of this machine ({', '.join(sorted(known))})"
-        raise OptionError("devices", devices, rule, _DEVICES_HINT)
+        names = [f"cuda:{number}" if num_gpus else "cpu" for number in range(devices)]
+    else:
+        names = [name.strip() for name in devices.split(",")]
+    known = {"cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))}
+    if not names or not known.issuperset(names):
+        hint = "give a number of devices, or names such as cuda:0,cuda:1"
+        raise OptionError("devices", devices, f"must be devices of this machine ({', '.join(sorted(known))})", hint)
     if len({torch.device(name).type for name in names}) > 1:
         raise OptionError("devices", devices, "must all be of one type", "CPU and GPU round vectors differently")
-    return names
+    return tuple(names)
 
 
 def on_devices(
@@ -534,7 +514,7 @@ def on_devices(
 
     Each worker loads the model, which must be of a model directory, and has a share of this process's threads. Until
     the generator is closed, the encoder's model is on the CPU and must not be used. `work`, items and results are
-    pickled. The death of a worker is a `WorkerError`.
+    pickled.
     """
     if len(devices) < 2:
         return (work(encoder, item) for item in items)

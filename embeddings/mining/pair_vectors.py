@@ -133,7 +133,7 @@ class EncodedFolder:
 
 def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
     """Write the row of each text's vector in the folder, for repeated texts the first; an error if there is none."""
-    shards = (folder.documents(folder.shards.rows(shard)) for shard in range(folder.num_shards))
+    shards = (folder.documents(folder.shards.rows(shard)) for shard in range(folder.shards.num_shards))
     stored = array("q", (text_hash(document.text) for shard in shards for document in shard))
     row_N = find(hash_N, np.array(stored, np.int64))
     num_found = int(np.count_nonzero(row_N >= 0))

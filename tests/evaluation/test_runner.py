@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, MissingExtraError, OptionError
-from embeddings.evaluation.folders import corpus_texts, read_evaluation_folder, spearman
+from embeddings.evaluation import runner
+from embeddings.evaluation.folders import read_evaluation_folder, spearman
 from embeddings.evaluation.runner import (
     EvaluationResult,
     evaluate_folder,
@@ -33,12 +34,14 @@ def encoder():
     return Encoder(tiny_embedder(normalize=False, prompts={"query": "the dog "}, pool_prompt=True), precision="float32")
 
 
-def test_retrieval_ranks_every_document_by_cosine(encoder, tmp_path):
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_retrieval_ranks_every_document_by_the_scores_of_the_model(similarity, encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoder.embedder, "similarity", similarity)
     result = evaluate_folder(encoder, write_retrieval(tmp_path / "mine"))
     folder = read_evaluation_folder(tmp_path / "mine")
     queries, documents = encoder.encode(folder.queries, "query"), encoder.encode(folder.documents)
     norms = np.linalg.norm(queries, axis=1)[:, None] * np.linalg.norm(documents, axis=1)
-    ranked = np.argsort(-(queries @ documents.T) / norms, axis=1).tolist()
+    ranked = np.argsort(-(queries @ documents.T) / (norms if similarity == "cosine" else 1), axis=1).tolist()
     each = [by_hand(ranked[0], {0: 2, 5: 1, 1: 0}, 10), by_hand(ranked[1], {4: 1}, 10)]
     for name in ("ndcg", "mrr", "recall", "map"):
         # The third query is judged, but nothing is relevant to it.
@@ -52,8 +55,9 @@ def test_retrieval_ranks_every_document_by_cosine(encoder, tmp_path):
 def test_similarity_correlates_cosines_with_scores(encoder, tmp_path):
     result = evaluate_folder(encoder, write_similarity(tmp_path))
     folder = read_evaluation_folder(tmp_path)
-    cosine_NN = encoder.similarity(encoder.encode(folder.first), encoder.encode(folder.second))
-    assert result.metrics == {"cosine_spearman": pytest.approx(spearman(cosine_NN.diagonal(), folder.score_N))}
+    first, second, scores = folder.splits["test"].values()
+    cosine_NN = encoder.similarity(encoder.encode(first), encoder.encode(second))
+    assert result.metrics == {"cosine_spearman": pytest.approx(spearman(cosine_NN.diagonal(), np.array(scores)))}
     assert result.counts == {"num_pairs": 4}
 
 
@@ -120,7 +124,7 @@ def test_a_context_is_drawn_from_documents_and_never_from_queries(kind, contextu
     result = evaluate_folder(contextual, path, context_size=4, context_seed=1)
     assert (result.kind, result.counts["num_context"]) == (kind, 4)
     assert len(drawn[0]) == 4
-    assert set(drawn[0]) <= set(corpus_texts(folder))
+    assert set(drawn[0]) <= set(folder.context_texts)
     if kind == "retrieval":
         assert not set(drawn[0]) & set(folder.queries)
     assert {id(context) for context in seen} == {id(seen[0])}
@@ -168,6 +172,21 @@ def test_a_mistake_in_the_last_folder_is_found_before_the_first_is_scored(encode
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before all was read"))
     with pytest.raises(InputError, match="every label is 'x'"):
         evaluate_folders(encoder, [tmp_path])
+
+
+def test_a_single_folder_is_read_once_and_its_vectors_are_not_copied(encoder, tmp_path, monkeypatch):
+    write_retrieval(tmp_path / "r")
+    read, shapes = [], []
+    monkeypatch.setattr(
+        runner, "read_evaluation_folder", lambda path: (read.append(path), read_evaluation_folder(path))[1]
+    )
+    monkeypatch.setattr(runner, "DOCUMENT_TILE", 4)
+    comparable = encoder.comparable
+    monkeypatch.setattr(encoder, "comparable", lambda vectors: (shapes.append(len(vectors)), comparable(vectors))[1])
+    tiled = evaluate_folders(encoder, [tmp_path / "r"])
+    assert (read, sorted(shapes)) == ([tmp_path / "r"], [2, 3, 4])
+    monkeypatch.undo()
+    assert tiled[0].metrics == evaluate_folder(encoder, tmp_path / "r").metrics
 
 
 def test_the_table_has_a_row_per_folder_in_aligned_columns():

@@ -10,7 +10,6 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation.folders import read_evaluation_folder
 from embeddings.evaluation.mteb_library import Instructions, quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.evaluation.task_runs import TaskResults, TaskScore, TaskSettings, find_tasks, format_table, run_tasks
@@ -332,14 +331,3 @@ def test_a_search_in_a_context_of_the_corpus_has_the_metrics_of_our_evaluation_o
             assert task[metric] == pytest.approx(ours[metric], abs=1e-5), metric
         found.append(task["main_score"])
     assert found[0] != pytest.approx(found[1], abs=1e-3)
-
-
-def test_the_context_of_another_task_is_drawn_from_its_first_texts(contextual, sets, tmp_path, monkeypatch):
-    drawn, encode = [], contextual.encode_context
-    monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append({*texts}), encode(texts))[1])
-    by_us(contextual, all_tasks(sets), tmp_path / "out", context_size=4)
-    assert len(drawn) == 7
-    groups, pairs, topics = (read_evaluation_folder(sets / name) for name in ("groups", "pairs", "topics"))
-    assert drawn[0] <= set(groups.texts)
-    assert drawn[1] <= set(pairs.first)
-    assert drawn[3] <= set(topics.train_texts)

@@ -6,9 +6,6 @@ import pytest
 from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.clusters import (
-    MAX_CLUSTERS,
-    MAX_CORPORA,
-    MAX_DOCUMENTS,
     ClusterPoints,
     Plane,
     draw_cluster_points,
@@ -17,7 +14,6 @@ from embeddings.figures.clusters import (
 )
 from embeddings.inference import ContextualShift
 from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
-from tests.helpers.shown import on_the_page
 
 pytest.importorskip("matplotlib")
 
@@ -76,29 +72,7 @@ def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
     assert figure.get_suptitle() == "A $title$"
 
 
-@pytest.mark.parametrize("num_clusters", [1, MAX_CLUSTERS])
-def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
-    figure = drawn(points_of(num_clusters), "a subtitle of many words, " * 20)
-    (axis,), (legend,) = figure.axes, figure.legends
-    colours = {tuple(dots.get_facecolor()[0]) for dots in axis.collections}
-    assert len(colours) == num_clusters
-    on_the_page(figure, [legend, axis.title, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle])
-    assert legend.get_window_extent().x0 >= axis.get_window_extent().x1 - 1
-    assert axis._left_title.get_window_extent().x1 <= legend.get_window_extent().x0
-    assert axis._left_title.get_window_extent().y1 <= figure._suptitle.get_window_extent().y0
-
-
 IDS = [0, 3, 0, 1, 3, 3, 0, 1, 3, 3, 0, 3]  # nothing in 2
-
-
-def test_small_clusters_are_drawn_completely(sampled):
-    draw, row_ND = sampled
-    points = draw(20, 100)
-    assert points.clusters == [0, 1, 3]
-    assert points.num_rows_K.tolist() == [4, 2, 6]
-    assert points.index_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
-    order = [row for cluster in (0, 1, 3) for row, own in enumerate(IDS) if own == cluster]
-    np.testing.assert_allclose(points.vector_ND, row_ND[order], atol=1e-6)
 
 
 def test_a_sample_depends_on_the_seed_only(sampled):
@@ -171,15 +145,3 @@ def test_documents_have_colours_corpora_have_markers_and_no_context_is_a_cross(s
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels == ["first $x$ text", "second", "contexts of wiki", "contexts of code", "no context"]
     assert axis.get_xlabel().startswith("first principal axis (")
-
-
-def test_no_text_leaves_the_page_at_the_maximum_size(shifted):
-    names = [f"{number} " + "東京 a long document " * 9 for number in range(MAX_DOCUMENTS)]
-    corpora = [f"corpus_{context % MAX_CORPORA}_{'x' * 20}" for context in range(12)]
-    figure = shifted(shift_of(MAX_DOCUMENTS, 12), names, corpora, "a subtitle of many words, " * 20)
-    (axis,), (legend,) = figure.axes, figure.legends
-    assert len(legend.get_texts()) == MAX_DOCUMENTS + MAX_CORPORA + 1
-    on_the_page(figure, [legend, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle])
-    assert legend.get_window_extent().y1 <= axis.xaxis.label.get_window_extent().y0 + 1
-    assert axis._left_title.get_window_extent().y1 <= figure._suptitle.get_window_extent().y0
-    assert len({c.get_paths()[0].vertices.shape for c in axis.collections}) > 2

@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from embeddings.common import InputError
 from embeddings.figures.drawing import (
     MAX_NAME_LENGTH,
-    _is_number_like,
-    check_output,
-    drawn_label,
     line_label,
     pyplot,
     run_names,
@@ -18,20 +14,6 @@ from embeddings.figures.drawing import (
 )
 
 pytest.importorskip("matplotlib")
-
-
-def test_an_output_may_be_a_new_or_existing_file(tmp_path):
-    (tmp_path / "old.png").touch()
-    for name in ("old.png", "new.png", "new/folder/new.png"):
-        check_output(tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
-
-
-@pytest.mark.parametrize(("name", "what"), [("", "is a directory"), ("file/a/b.png", "file is not a folder")])
-def test_an_invalid_output_is_refused(name, what, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=what):
-        check_output(tmp_path / name)
 
 
 def test_a_figure_is_written_atomically_and_closed(tmp_path):
@@ -65,14 +47,3 @@ def test_a_character_without_a_font_needs_no_warning(recwarn, tmp_path):
     assert figure.get_suptitle() == "$\\a{$\ufdd0"
     write_png(figure, tmp_path / "a.png")
     assert [warning for warning in recwarn if "Glyph" in str(warning.message)] == []
-
-
-def test_a_label_is_one_line_and_never_empty():
-    assert drawn_label("a\tb", 5) == "a b"
-    assert drawn_label("abcdef", 4) == "abc…"
-    assert drawn_label(" ", 4) == "…"
-
-
-def test_numbers_are_recognised():
-    cells = ["1,234", "-0.5", "12.5%", "3 MB", "", "a1", "1.2.3", "NaN"]
-    assert [_is_number_like(cell) for cell in cells] == [True] * 4 + [False] * 4

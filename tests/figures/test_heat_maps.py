@@ -13,7 +13,6 @@ from embeddings.figures.heat_maps import (
     draw_anchor_tokens,
     expert_map,
     latent_maps,
-    spread,
     text_map,
     weighted_pieces,
     write_heat_maps,
@@ -60,7 +59,7 @@ def weights_of(text, rows):
         place += len(word) + 1
     spans.append(TokenSpan("[SEP]", 0, 0, True))
     weight_TR = np.resize(np.array(rows, dtype=np.float32), (len(spans), len(rows[0])))
-    return LatentWeights(text, spans, weight_TR[None])
+    return LatentWeights(text, spans, weight_TR)
 
 
 ONE = weights_of("A <dog>", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
@@ -71,12 +70,6 @@ def test_texts_count_equally_for_the_busiest_latents():
     assert busiest_latents([ONE], 4) == [1, 2, 0, 3]
     # A text of three tokens has the same weight as one of four.
     assert busiest_latents([ONE, TWO], 2) == [3, 1]
-
-
-def test_the_spread_is_the_effective_number_of_latents():
-    assert spread(np.array([0.25] * 4, dtype=np.float32)) == pytest.approx(4)
-    assert spread(np.array([0.5, 0.0, 0.5], dtype=np.float32)) == pytest.approx(2)
-    assert spread(np.array([0.0, 1.0], dtype=np.float32)) == 1
 
 
 def test_latent_weights_have_a_row_per_token_a_column_per_latent_and_a_mean(tmp_path):
@@ -99,10 +92,9 @@ def test_latent_weights_have_a_row_per_token_a_column_per_latent_and_a_mean(tmp_
     assert {text for row in cells_of(page) for text, style in row if "#b10026" in style} == {"100.0%"}
 
 
-def test_a_text_has_one_row_with_the_mean_of_its_tokens_and_heads():
-    # Two heads, two tokens, three latents: averaged over the tokens and heads by hand.
-    first = LatentWeights("good", [], np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]]], dtype=np.float32))
-    second = LatentWeights("bad", [], np.array([[[0, 0, 1]], [[0.5, 0.25, 0.25]]], dtype=np.float32))
+def test_a_text_has_one_row_with_the_mean_of_its_tokens():
+    first = LatentWeights("good", [], np.array([[0.5, 0, 0.5], [0, 0.5, 0.5]], dtype=np.float32))
+    second = LatentWeights("bad", [], np.array([[0.25, 0.125, 0.625]], dtype=np.float32))
     heat_map = text_map([first, second], 3)
     assert (list(heat_map.rows), heat_map.columns) == (["good", "bad"], [2, 0, 1])
     np.testing.assert_array_equal(heat_map.share_NC, [[0.5, 0.25, 0.25], [0.625, 0.25, 0.125]])
@@ -159,10 +151,3 @@ def test_tokens_of_one_character_are_merged(tmp_path):
     assert [(letters, hint) for _, hint, letters in spans] == [
         ("東", "weight 0.6000, 0.80 times the mean"), ("a", "weight 0.4000, 1.60 times the mean"),
     ]  # fmt: skip
-
-
-def test_a_token_of_white_space_is_visible(tmp_path):
-    spaced = weighted("a  \n b", [("a", 0, 1), ("ĠĠ", 1, 3), ("Ċ", 3, 4), ("Ġb", 4, 6)], [0.25, 0.25, 0.25, 0.25])
-    (spans,), (text,), _ = page_of(spaced, tmp_path=tmp_path)
-    assert [letters for *_, letters in spans] == ["a", "  ", "↵\n", "b"]
-    assert text == "a  ↵\n b"

@@ -58,16 +58,16 @@ def test_a_page_has_settings_progress_and_results(tmp_path, page_of):
         "LatentAttentionPooling (num_latents 64)",
         "InfoNCE (temperature 0.05)",
         "32 × 2 processes × 4 batches per step = 256 per optimiser step",
-        "2,000 parameters, 500 of them trained",
+        "2,000 total, 1,500 active, 500 trained",
         "0123456789abcdef+",
         "python main.py fit --config a.yaml",
         "torch 2.11.0",
         "1 March 2026, 10:00 UTC",
         "a.jsonl, b.jsonl",
         "val/ndcg_at_100.250.520",
-        "18.8%25.0%",
+        "throughput/padding0.1250.2520",
         "No logged value is NaN or infinite",
-        "checkpoints/last.ckptcheckpoint2 kB",
+        "checkpoints/last.ckptcheckpoint0.0025 MB",
         "checkpoints/smallmodel directory, not found when this page was written",
     ]
     assert [words for words in said if words not in page.text] == []
@@ -75,17 +75,6 @@ def test_a_page_has_settings_progress_and_results(tmp_path, page_of):
     assert page.tags.count("h2") == 4
     assert page.tags[page.tags.index("details") :][:3] == ["details", "summary", "pre"]
     assert (run / "config.yaml").read_text() in page.text
-
-
-def test_a_page_is_self_contained(tmp_path, page_of):
-    page = page_of(write_run(tmp_path / "run"))
-    assert set(page.tags).isdisjoint({"script", "link", "iframe", "object", "a"})
-    assert {name for name, _ in page.attributes} <= {"lang", "charset", "name", "content", "class", "src", "alt"}
-    assert all(content.startswith(PNG) for content in pictures(page))
-    text = (tmp_path / "report.html").read_text()
-    assert text.startswith("<!DOCTYPE html>\n<html ")
-    assert "url(" not in text
-    assert "@import" not in text
 
 
 def test_content_of_files_is_escaped(tmp_path, page_of):
@@ -103,12 +92,11 @@ def test_content_of_files_is_escaped(tmp_path, page_of):
         tmp_path / "<b>&" / "<i>", config, record, METRICS.replace("val/ndcg_at_10", HOSTILE.replace('"', ""))
     )
     (run / "numeric-error-rank-0.json").write_text('{"error": "<script>", "rank": "<script>", "step": "<script>"}')
-    (run / "<u>.png").write_bytes(PNG)
     page = page_of(run)
-    assert set(page.tags).isdisjoint({"script", "b", "i", "u"})
+    assert set(page.tags).isdisjoint({"script", "link", "iframe", "object", "a", "b", "i"})
+    assert all(content.startswith(PNG) for content in pictures(page))
     assert page.text.count(HOSTILE) >= 12
     assert "<b>&/<i>" in page.text
-    assert "<u>.png" in page.text
 
 
 def test_a_run_of_several_processes_is_one_run(tmp_path, page_of):
@@ -121,25 +109,10 @@ def test_a_run_of_several_processes_is_one_run(tmp_path, page_of):
     checkpoint = "runs/name/version_0/checkpoints/last.ckpt"
     metrics = "step,train/loss\n2,5.0\n3,4.0\n"
     page = page_of(write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint}, metrics=metrics))
-    assert "The training loss went from 6.5 to 6.5, as means of 4 logged values." in page.text
     assert "Interruptions" in page.text
-    assert f"version_11 March 2026, 10:00 UTC1 h 5 min{checkpoint}It ran to its end at step 20" in page.text
+    assert f"version_11 March 2026, 10:00 UTC1:05:30{checkpoint}It ran to its end at step 20" in page.text
     assert "It was interrupted at step 5: SIGTERM: stopped after step 5." in page.text
     assert "At step 4 on rank 0: the loss is nan" in page.text
-
-
-def test_routing_and_the_folders_own_pictures_are_shown(tmp_path, page_of):
-    routed = "step,train/loss,routing/load_entropy,routing/idle_experts\n0,2.0,,\n10,,0.9,1\n20,,0.95,0\n"
-    run = write_run(tmp_path / "run", metrics=routed)
-    assert len(pictures(page_of(run))) == 2
-    (run / "own.png").write_bytes(PNG + b"own")
-    (run / "curves.png").write_bytes(PNG + b"curves")
-    (run / "no.png").write_bytes(b"none")
-    page = page_of(run)
-    assert len(pictures(page)) == 3
-    assert pictures(page)[-1] == PNG + b"own"
-    assert "Other pictures in the folder" in page.text
-    assert pyplot().get_fignums() == []
 
 
 ROUTED = "step,train/loss,routing/load_entropy,routing/idle_experts\n0,2.0,,\n"
@@ -148,9 +121,8 @@ ROUTED = "step,train/loss,routing/load_entropy,routing/idle_experts\n0,2.0,,\n"
 @pytest.mark.parametrize(
     ("metrics", "num_pictures", "says"),
     [
-        (ROUTED + "10,,0.9,1\n20,,nan,0\n", 1, "The plot of how evenly the experts were used is missing: "),
-        (ROUTED + "10,,0.9,\n", 1, "The plot of how evenly the experts were used is missing: "),
-        ("step,train/loss,routing/load_entropy\n0,2.0,\n10,,0.9\n", 1, "routing/idle_experts was not logged"),
+        (ROUTED + "10,,0.9,1\n20,,nan,0\n", 2, "routing/load_entropy: 1 value NaN or infinite."),
+        (ROUTED + "10,,0.9,\n", 2, "How evenly the experts were used."),
         ("step,epoch,val/ndcg_at_10\n0,0,0.5\n", 0, "It logged no training loss, so no curves are drawn."),
         ("", 0, "Its folder has no metrics.csv with values"),
     ],
@@ -159,20 +131,8 @@ def test_partly_logged_values_are_shown(metrics, num_pictures, says, tmp_path, p
     page = page_of(write_run(tmp_path / "run", metrics=metrics))
     assert len(pictures(page)) == num_pictures
     assert says in page.text
+    assert pyplot().get_fignums() == []
     assert ("val/ndcg_at_100.50.500.50" in page.text) == ("val/" in metrics)
-
-
-def test_checkpoints_in_the_configs_folder_are_listed(tmp_path, page_of):
-    place = tmp_path / "point" / "checkpoints"
-    arguments = {"dirpath": str(place)}
-    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
-    run = write_run(tmp_path / "point" / "version_0", {"trainer": {"callbacks": [callback, callback]}})
-    for folder in (place, run):
-        folder.mkdir(exist_ok=True)
-        (folder / "last.ckpt").write_bytes(b"x" * 2500)
-    page = page_of(run)
-    assert page.text.count("../checkpoints/last.ckptcheckpoint2 kB") == 1
-    assert page.text.count("last.ckptcheckpoint2 kB") == 2
 
 
 @pytest.fixture
@@ -189,9 +149,7 @@ def facts_of(tmp_path):
 def test_the_opening_has_method_and_results(facts_of):
     assert words.opening(facts_of()) == (
         "This run trained some/backbone by NV-Embed (Lee et al. 2024, arXiv:2405.17428) on 1,234 records of 2 sources. "
-        "It ran to its end at step 20. It took 1 h 5 min. "
-        "The training loss went from 3.65 to 2.45, as means of 8 logged values. "
-        "The validation nDCG@10 went from 0.250 at step 0 to 0.500 at step 20, after its best, 0.750 at step 10."
+        "It ran to its end at step 20. It took 1:05:30."
     )
 
 
@@ -199,25 +157,14 @@ def test_the_opening_has_method_and_results(facts_of):
     ("end", "says"),
     [
         ({"how": "interrupted", "step": 3, "why": "SIGTERM: asked"}, "It was interrupted at step 3: SIGTERM: asked."),
-        ({"how": "interrupted", "step": 3, "why": ""}, "It was interrupted at step 3."),
         ({"how": "failed", "step": 3, "why": "NumericError: nan"}, "It failed at step 3: NumericError: nan."),
         ({"how": "finished"}, "It ran to its end."),
-        ({}, "Its end was not recorded: it was killed or is still running. The last known step is 20."),
         (None, "Its end was not recorded: it was killed or is still running. The last known step is 20."),
     ],
 )
 def test_each_way_to_end_has_a_sentence(end, says, facts_of):
     facts = facts_of(record={"end": end})
     assert words.ending(facts.parts[-1], facts.last_step) == says
-
-
-def test_scores_have_a_sentence(facts_of):
-    head = "step,train/loss,val/ndcg_at_10\n0,2.0,\n"
-    assert words.opening(facts_of(metrics=head)).endswith("It logged no score.")
-    once = words.opening(facts_of(metrics=head + "5,,0.5\n"))
-    assert once.endswith("The validation nDCG@10 was 0.500 at step 5, its only measurement.")
-    rising = words.opening(facts_of(metrics=head + "5,,0.5\n9,,0.6\n"))
-    assert rising.endswith("went from 0.500 at step 5 to 0.600 at step 9, its best.")
 
 
 def test_numeric_errors_are_named(facts_of, tmp_path):
@@ -235,6 +182,4 @@ def test_missing_records_are_reported(facts_of):
     nothing = dict.fromkeys(("parameters", "world_size", "hardware", "source_rows", "started", "method"))
     facts = facts_of(config={"model": None, "data": None, "trainer": None}, record=nothing)
     assert words.size(facts) == words.batch(facts) == words.moment(facts.record["started"]) == "not recorded"
-    assert words.length(facts) == "unlimited"
-    assert words.hardware(facts) == "an unknown number of processes on unknown hardware"
     assert words.opening(facts).startswith("This run trained an unnamed model by an unknown method.")

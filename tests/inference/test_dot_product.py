@@ -7,7 +7,6 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation.folders import read_evaluation_folder
 from embeddings.evaluation.mteb_tasks import TaskEncoder
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.inference import CorpusSearch, Encoder
@@ -18,8 +17,7 @@ from embeddings.mining.ivf import build_index
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.models import Embedder, load_embedder
 from embeddings.modules.distillation import VectorTeacher
-from tests.evaluation.data import write_reranking, write_retrieval
-from tests.evaluation.test_folders import by_hand
+from tests.evaluation.data import write_reranking
 from tests.helpers.runs import component, fit, run_config
 from tests.inference.models import some_texts, tiny_embedder, write_corpus
 from tests.models.contextual_models import tiny_contextual
@@ -76,16 +74,6 @@ def test_what_needs_cosines_refuses_the_model_in_one_line(encoder, tmp_path):
         VectorTeacher("mine", dot_embedder())
     # Inner products of unit vectors are cosines.
     VectorTeacher("mine", dot_embedder(normalize=True))
-
-
-def test_retrieval_is_scored_by_inner_products(encoder, tmp_path):
-    result = evaluate_folder(encoder, write_retrieval(tmp_path / "mine"))
-    folder = read_evaluation_folder(tmp_path / "mine")
-    found = ranked(encoder.encode(folder.queries, role="query") @ encoder.encode(folder.documents).T)
-    each = [by_hand(found[0], {0: 2, 5: 1, 1: 0}, 10), by_hand(found[1], {4: 1}, 10)]
-    # The third query has only a document of grade 0.
-    total = sum(query["ndcg"] for query in each)
-    assert result.metrics["ndcg_at_10"] == pytest.approx(total / len(folder.queries))
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])

@@ -1,7 +1,6 @@
 """Token weights, latent weights, expert loads and effects of contexts equal those of loops."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from embeddings.inference import (
     latent_weights,
     sample_context,
 )
-from embeddings.inference.inspection import PLACES, TokenWeights, anchor_shares, place_of, shares_of, token_weights
+from embeddings.inference.inspection import TokenWeights, place_of, shares_of, token_weights
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
@@ -135,26 +134,10 @@ def test_a_model_is_not_changed_even_after_an_error():
     )
 
 
-SHARE_TEXTS = ["the quick, brown - fox.", "how do I pad: sequences", "dog", "..."]
-
-
 def weighed(text, spans, weights, pooled=None):
     spans = [TokenSpan(name, start, end, start == end) for name, start, end in spans]
     pooled = np.array(pooled or [True] * len(spans))
     return TokenWeights(text, spans, np.array(weights, dtype=np.float32), pooled)
-
-
-def test_the_shares_of_a_corpus_are_the_means_over_its_texts_for_any_block_size(monkeypatch):
-    embedder = embedder_of()
-    each = [shares_of([weights]) for weights in token_weights(embedder, SHARE_TEXTS)]
-    for block in (1024, 3):
-        monkeypatch.setattr(sys.modules[anchor_shares.__module__], "TEXTS_PER_BLOCK", block)
-        found = anchor_shares(embedder, SHARE_TEXTS, mini_batch_tokens=16)
-        assert found.num_texts == 4
-        for place in PLACES:
-            assert found.weight[place] == pytest.approx(np.mean([one.weight[place] for one in each]), abs=1e-5)
-            assert found.tokens[place] == pytest.approx(np.mean([one.tokens[place] for one in each]), abs=1e-9)
-            assert found.weight[place] > 0.01
 
 
 def test_the_places_of_a_text_by_hand():
@@ -165,6 +148,10 @@ def test_the_places_of_a_text_by_hand():
     shares = shares_of([weights])
     assert shares.weight == pytest.approx({"first": 0.3, "last": 0.2, "punctuation": 0.2, "rest": 0.3}, abs=1e-6)
     assert shares.tokens == pytest.approx({"first": 1 / 7, "last": 1 / 7, "punctuation": 2 / 7, "rest": 3 / 7})
+    # Texts count equally.
+    other = weighed("..", [(".", 0, 1), (".", 1, 2)], [0.5, 0.5])
+    both = {"first": 0.4, "last": 0.35, "punctuation": 0.1, "rest": 0.15}
+    assert shares_of([weights, other]).weight == pytest.approx(both, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -302,29 +289,15 @@ def test_the_cosines_equal_those_of_loops():
     assert shift.stays_nearest == pytest.approx(np.mean(stays))
 
 
-def moved(model, num_texts=3, num_contexts=2):
-    """The shift of `num_texts` texts in `num_contexts` contexts of a contextual model."""
-    encoder = Encoder(tiny_contextual(), precision="float32")
-    contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in range(num_contexts)]
-    return contextual_shift(Encoder(model, precision="float32"), SHIFT_TEXTS[:num_texts], contexts)
-
-
 @pytest.mark.parametrize(
     ("look", "message"),
     [
         (lambda: token_weights(tiny_contextual(), ["a"]), "is contextual"),
-        (lambda: token_weights(embedder_of(), ["a"], prompt_name="qury"), "must name a prompt of the model"),
-        (lambda: anchor_shares(embedder_of(), []), "texts must not be empty"),
         (lambda: latent_weights(embedder_of(), TEXTS), "has mean pooling, without latents; use one with latent"),
-        (lambda: latent_weights(tiny_contextual(), TEXTS), "has mean pooling, without latents"),
-        (lambda: latent_weights(latent_embedder(), TEXTS, head=-1), "head must be from 0 to 1: .* got -1"),
         (lambda: latent_weights(latent_embedder(), TEXTS, head=2), "head must be from 0 to 1: .* got 2"),
-        (lambda: latent_weights(latent_embedder(), TEXTS, prompt_name="qury"), "must name a prompt of the model"),
         (lambda: expert_loads(Encoder(embedder_of()), TEXTS), "is dense: it has no experts; use a sparse model"),
         (lambda: expert_loads(Encoder(tiny_contextual()), TEXTS), "the model: is contextual"),
-        (lambda: moved(tiny_contextual(), num_texts=1), "documents must be two or more"),
-        (lambda: moved(tiny_contextual(), num_contexts=1), "contexts must be two or more"),
-        (lambda: moved(embedder_of()), "the model is not contextual"),
+        (lambda: contextual_shift(Encoder(tiny_contextual()), ["a"], []), "documents must be two or more"),
     ],
 )
 def test_an_inspection_that_does_not_fit_the_model_is_refused(look, message):

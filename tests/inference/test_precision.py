@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from embeddings.common import OptionError
-from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
+from embeddings.inference import CorpusSearch, Encoder, encode_corpus, precision
 from embeddings.inference.encoder import resolve_precision
 from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
@@ -186,7 +186,7 @@ def test_int8_vectors_are_close_and_can_be_searched(tmp_path):
     encode_corpus(encoder, write_corpus(tmp_path / "corpus.jsonl", TEXTS[:3]), tmp_path / "vectors")
     assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["precision"] == "int8"
     for searching in (encoder, Encoder(model, precision="float32")):
-        (hits,) = search_corpus(searching, tmp_path / "vectors", [TEXTS[1]], 3)
+        (hits,) = CorpusSearch(searching, tmp_path / "vectors").search([TEXTS[1]], 3)
         assert hits[0].document_id == "d1"
 
 

@@ -6,7 +6,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.inference import search
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import CorpusSearch, TopK, search_corpus, search_signs, search_top_k
+from embeddings.inference.search import CorpusSearch, TopK, search_signs, search_top_k
 from embeddings.inference.vector_folder import encode_corpus, float_rows, stored_rows
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.refusals import refused
@@ -105,7 +105,7 @@ def corpus(tmp_path):
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_work_that_does_not_depend_on_the_query_is_done_once(is_folder, corpus, encoder, tmp_path, monkeypatch):
     place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path if is_folder else corpus
-    expected = [search_corpus(encoder, place, [query], top_k=3)[0] for query in QUERIES]
+    expected = [CorpusSearch(encoder, place).search([query], 3)[0] for query in QUERIES]
     searched = CorpusSearch(encoder, place)
     counts = counted_encodings(monkeypatch)
     monkeypatch.setattr("embeddings.inference.search.read_corpus", lambda *_: pytest.fail("read again"))
@@ -163,11 +163,9 @@ def test_a_file_and_folders_of_every_format_are_ranked_by_cosines(vector_format,
             assert abs(by_exact - cosine[best[0]]) > 1e-7
 
 
-@pytest.mark.parametrize("vector_format", [None, "float32", "int8"])
-def test_a_multiplier_is_refused_where_nothing_is_rescored(vector_format, corpus, encoder, tmp_path, monkeypatch):
-    place = corpus
-    if vector_format is not None:
-        place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format=vector_format).path
+def test_a_multiplier_is_refused_where_nothing_is_rescored(corpus, encoder, tmp_path, monkeypatch):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", vector_format="int8").path
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before it was refused"))
-    with pytest.raises(OptionError, match="rescore_multiplier has an effect only on a folder of binary vectors, got 4"):
-        CorpusSearch(encoder, place, rescore_multiplier=4)
+    for place in (corpus, folder):
+        says = "rescore_multiplier has an effect only on a folder of binary vectors, got 4"
+        refused(OptionError, says, CorpusSearch, encoder, place, rescore_multiplier=4)
