@@ -70,6 +70,7 @@ def encode(
     tokenizer_workers: int | None = None,
     *,
     context: ContextOptions,
+    task: TaskOptions,
 ) -> None:
     """Encode the texts of a file into a folder of vectors, in shards; to resume, run the same command again.
 
@@ -101,7 +102,11 @@ def encode(
     warn_without_context(encoder, drawn is not None, "--context")
     texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns, "context": drawn}
     files: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
-    folder = encode_corpus(encoder, input, output, **texts, **files, devices=names, tokenizer_workers=tokenizer_workers)
+    work: dict[str, Any] = {"devices": names, "tokenizer_workers": tokenizer_workers, "task": task.resolve()}
+    folder = encode_corpus(encoder, input, output, **texts, **files, **work)
+    if folder is None:
+        print(f"encoded the shards of this task; shards of other tasks are missing in {output}")
+        return
     size = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 

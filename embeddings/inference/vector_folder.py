@@ -32,7 +32,15 @@ from embeddings.common.io import (
     read_json_or_empty,
     write_text,
 )
-from embeddings.common.jobs import ShardedJob, progress_bar, require_shard_size, save_array, shard_rows, spread
+from embeddings.common.jobs import (
+    ArrayTask,
+    ShardedJob,
+    progress_bar,
+    require_shard_size,
+    save_array,
+    shard_rows,
+    spread,
+)
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole, shorten
 from embeddings.common.types import TokenBatch
@@ -341,8 +349,9 @@ def encode_corpus(
     context: Context | None = None,
     devices: Sequence[str] = (),
     tokenizer_workers: int = 0,
-) -> VectorFolder:
-    """Encode a corpus file into a folder, shard by shard.
+    task: ArrayTask | None = None,
+) -> VectorFolder | None:
+    """Encode a corpus file into a folder, shard by shard; None while shards of other tasks are missing.
 
     After a kill, the same call resumes at the first missing shard, and writes the same bytes; only another number of
     threads may change the rounding. A finished folder is not changed.
@@ -362,6 +371,7 @@ def encode_corpus(
             a search reads it from there.
         devices: Devices that share the shards, one process each (see `on_devices`).
         tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
+        task: The shards that this process encodes; None for all.
     """
     folder = Path(output)
     shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
@@ -393,7 +403,8 @@ def encode_corpus(
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
-    missing = job.missing()
+    of_task = (task or ArrayTask()).shards(shards.num_shards)
+    missing = [shard for shard in job.missing() if shard in of_task]
     total_bytes = text_bytes + num_documents * bytes_per_vector(vector_format, encoder.embedding_dim)
     check_disk_space(folder, total_bytes * len(missing) // shards.num_shards)
     if context is not None:
@@ -407,16 +418,19 @@ def encode_corpus(
         tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
         tokenise = partial(_tokeniser, tokenizer, role, embedder.text.prompt(prompt_name, role))
         items = spread(dict.fromkeys(names, tokenise), items)
-    done = num_documents - sum(len(shards.rows(shard)) for shard in missing)
+    total = sum(len(shards.rows(shard)) for shard in of_task)
+    done = total - sum(len(shards.rows(shard)) for shard in missing)
     with (
         closing(items),
         closing(on_devices(encoder, devices[: len(missing)], partial(_encode_shard, shards, options), items)) as counts,
-        progress_bar(num_documents, "encode", "document", initial=done, disable=not encoder.show_progress) as bar,
+        progress_bar(total, "encode", "document", initial=done, disable=not encoder.show_progress) as bar,
     ):
         for count in counts:
             bar.update(count)
-    job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
-    return VectorFolder.open(folder)
+    is_finished = job.finish(
+        lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)}
+    )
+    return VectorFolder.open(folder) if is_finished else None
 
 
 def _default_shard_size(encoder: Encoder, folder: Path) -> int:
