@@ -262,8 +262,9 @@ def require_free(folder: Path) -> None:
     """Refuse a file, and a folder that has content but no manifest."""
     if (folder / "manifest.json").exists() or not folder.exists():
         return
-    # Hidden files are locks and temporary files of other processes.
-    if not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir()):
+    # Hidden files are locks and temporary files of other processes, one of which may write the manifest meanwhile.
+    has_content = not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())
+    if has_content and not (folder / "manifest.json").exists():
         raise InputError(str(folder), "already exists and has no manifest", "name a new folder")
 
 

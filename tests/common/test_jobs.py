@@ -24,6 +24,7 @@ from embeddings.common.jobs import (
     discard_on_user_error,
     finished_manifest,
     manifest_path,
+    require_free,
     shard_rows,
     spread,
 )
@@ -415,3 +416,15 @@ def _runs(process):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except OSError:
         return False
+
+
+def test_a_folder_that_another_task_begins_meanwhile_is_free(tmp_path, monkeypatch):
+    """Its manifest may appear between the two looks at the folder."""
+    listed = Path.iterdir
+
+    def begun(folder):
+        (folder / "manifest.json").write_text("{}")
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", begun)
+    require_free(tmp_path)
