@@ -1,6 +1,7 @@
 """`sweep`: runs of one recipe with different values of config keys, one after another or as an array of tasks."""
 
 import csv
+import ctypes
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -306,6 +308,9 @@ def train_missing(plan: Sweep) -> None:
 
 # Signals that a cluster or terminal sends to end a job, or to make it save a checkpoint.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LIBC = ctypes.CDLL(None)
+# The option's number in Linux's sys/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 class Children:
@@ -320,7 +325,8 @@ class Children:
         if self.received:
             return 128 + self.received[0]
         # A separate process group: Ctrl-C reaches the run only once, from here, and does not kill a run that is saving.
-        self._process = subprocess.Popen(words, process_group=0)
+        ends = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
+        self._process = subprocess.Popen(words, process_group=0, preexec_fn=ends)
         for number in self.received:  # those that came while the process started
             self._process.send_signal(number)
         code = self._process.wait()
@@ -331,6 +337,13 @@ class Children:
         self.received.append(number)
         if self._process is not None:
             self._process.send_signal(number)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this new process when its parent is killed; no other process would end it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

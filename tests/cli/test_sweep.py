@@ -14,10 +14,12 @@ import yaml
 
 from embeddings.cli import sweep as module
 from embeddings.cli.main import main
-from embeddings.cli.sweep import Sweep, short_names
+from embeddings.cli.sweep import Sweep, forwarding, short_names
 from embeddings.common import UserError
+from tests.helpers.forks import fork
 from tests.helpers.refusals import assert_refused, refused
 from tests.helpers.runs import run_config, write_config
+from tests.helpers.waiting import wait_for
 
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
 # In place of `fit`: notes its folder in `ran.txt`, writes a record and the loss, which is the sum of the values of `a`
@@ -343,3 +345,17 @@ def test_a_signal_at_a_runs_last_step_or_before_the_first_run_starts_no_other(sw
     monkeypatch.setattr(module, "check_runs", lambda *_: os.kill(os.getpid(), TERM))
     assert main(["sweep", file]) == 143
     assert len(faked()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is a call of Linux")
+def test_a_killed_sweep_takes_its_run_along(tmp_path):
+    def sweep_one():
+        with forwarding() as children:
+            children.run(["sh", "-c", f"echo $$ > {tmp_path / 'started'}; exec sleep 60"])
+
+    child, started = fork(sweep_one), tmp_path / "started"
+    wait_for(lambda: started.exists() and started.read_text().endswith("\n"), "the run")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    stat = Path("/proc", started.read_text().strip(), "stat")
+    wait_for(lambda: not stat.exists() or ") Z " in stat.read_text(), "the end of the run", timeout_seconds=5)
