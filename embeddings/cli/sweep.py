@@ -397,10 +397,15 @@ def _print_table(rows: Sequence[Sequence[Any]]) -> None:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each key, or the whole key if that of another key is the same."""
-    last = {key: re.sub(r"(\.(init_args|class_path))+$", "", key).rpartition(".")[2] for key in keys}
-    names = list(last.values())
-    return {key: name if names.count(name) == 1 else key for key, name in last.items()}
+    """A short name for each key: as few of its last parts as make it unique."""
+    parts = {key: re.sub(r"\.(init_args|class_path)\b", "", key).split(".") for key in keys}
+    names = {}
+    for key, path in parts.items():
+        others = [parts[other] for other in keys if other != key]
+        counts = range(1, len(path) + 1)
+        unique = [count for count in counts if all(path[-count:] != other[-count:] for other in others)]
+        names[key] = ".".join(path[-unique[0] :]) if unique else key
+    return names
 
 
 def label(value: Any) -> str:

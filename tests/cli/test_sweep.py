@@ -124,9 +124,9 @@ def test_a_run_is_named_after_the_recipe_or_the_last_config(sweep_file, tmp_path
     assert run.words[-5:] == ending
 
 
-def test_a_name_is_the_last_part_of_a_key_or_the_whole_key_if_two_are_the_same():
+def test_a_short_name_has_as_few_parts_as_make_it_unique():
     keys = [TEMPERATURE, "model.init_args.router.temperature", "model.init_args.pooling.class_path", "a.lr"]
-    assert list(short_names(keys).values()) == [*keys[:2], "pooling", "lr"]
+    assert list(short_names(keys).values()) == ["loss.temperature", "router.temperature", "pooling", "lr"]
 
 
 ONE, RANDOM = {"a": [1]}, {"method": "random", "num_runs": 2}
