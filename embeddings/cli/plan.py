@@ -27,13 +27,18 @@ from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
 from embeddings.data.store import borrowed_cache
+from embeddings.inference.search import num_candidates
+from embeddings.inference.vector_folder import SHARD_SIZE
+from embeddings.mining.clusters import CLUSTER_SIZE
+from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.search import MEMORY_GIB, search_sizes
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
-from embeddings.modules.base import BaseModule
+from embeddings.modules.base import BaseModule, ContrastiveModule
 from embeddings.training.plan import Setting, StepCost, StrategyName, Texts, plan_step, without_data
 
-GB = 1e9
+GIB, GB = 2**30, 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
 GPUS_PER_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
 # The architecture that `fit --check` assumes for a model that is not on this machine and whose architecture is unknown.
@@ -266,7 +271,21 @@ def run_rows(
     rows.append(["disk: a checkpoint, GB", _amount((trained_bytes + frozen_bytes) / GB)])
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     rows.append(["disk: the model directory, GB", _amount(size / GB)])
+    if options["pairs"] is not None and isinstance(module, ContrastiveModule):
+        rows += search_rows(int(options["pairs"]), module.embedder.embedding_dim)
     return rows
+
+
+def search_rows(num_pairs: int, width: int) -> list[list[str]]:
+    """Table rows about mining and clustering all pairs on a GPU, with a teacher of this width and default settings."""
+    kept = min(num_candidates(NegativeRules.last_rank + 1), num_pairs)
+    sizes = search_sizes(num_pairs, width, 4, kept, SHARD_SIZE, MEMORY_GIB)
+    vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
+    how = "fit on the GPU" if sizes.is_resident else "are streamed through the GPU"
+    clusters = -(-num_pairs // CLUSTER_SIZE)
+    held = f"{_amount(4 * clusters * width / GIB)} for {clusters:,} centroids; {vectors} are in main memory"
+    mined = f"{_amount(sizes.num_bytes / GIB)} of {MEMORY_GIB:g}; {vectors} {how}"
+    return [["mine --gpu, GiB", mined], ["cluster --gpu, GiB", held]]
 
 
 def _amount(value: float) -> str:

@@ -72,8 +72,29 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     epochs = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3", "--pairs=100")
     assert epochs["steps"] == "36 (3 x 100 pairs)"
     unknown = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3")
+    assert "mine --gpu, GiB" not in unknown
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
+
+
+def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100M vectors of width 32 are 12.8 GB, less than three quarters of 16 GiB; ten times as many are streamed."""
+    config, sizes = ["--config", small(tmp_path)], []
+    for pairs, vectors, clusters, how in (
+        (10**8, "12.80", "0.023 for 195,313", "fit on the GPU"),
+        (10**9, "128.00", "0.23 for 1,953,125", "are streamed through the GPU"),
+    ):
+        table = planned(capsys, *config, f"--pairs={pairs}")
+        found = re.fullmatch(r"([\d.]+) of 16; ([\d.]+) GB of vectors (.*)", table["mine --gpu, GiB"])
+        assert found is not None
+        assert found.groups()[1:] == (vectors, how)
+        sizes.append(float(found[1]))
+        memory = table["cluster --gpu, GiB"]
+        assert memory == f"{clusters} centroids; {vectors} GB of vectors are in main memory"
+    assert 12.8e9 / 2**30 < sizes[0] <= 16
+    assert sizes[1] < 4
 
 
 def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
