@@ -35,7 +35,7 @@ LOSS, OPTIMIZER = "model.init_args.loss.init_args", "model.init_args.optimizer.i
 DATA, SCHEDULE = "data.init_args", "model.init_args.schedule"
 CASES = {
     f"{FIT} --model.lora {{rank:4}}": {
-        "no space after a colon on the command line": (run(), "rank:4"),
+        "no space after a colon on the command line": (run(), "--model.lora: {rank:4} has no space after the colon"),
     },
     FIT: {
         "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
@@ -51,6 +51,10 @@ CASES = {
         ),
         "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
+        "no space after a colon": (
+            put("config.yaml", "model:\n  init_args: {lora: {rank:4}}\n"),
+            "config.yaml: {rank:4} has no space after the colon; write {rank: 4}",
+        ),
         "a duration that is no time": (
             callback("lightning.pytorch.callbacks.Timer", duration="soon"),
             "Timer: `Timer(duration='soon')` is not a valid duration",
