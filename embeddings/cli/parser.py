@@ -301,6 +301,23 @@ class OneLineParser(ArgumentParser):
             super().validate(namespace, **kwargs)
             raise
 
+    def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Namespace:
+        """Replace `{}` under an unknown name by null, which is refused: jsonargparse would drop an empty mapping."""
+        parsed = super()._apply_actions(cfg, parent_key, *args, **kwargs)
+        for key, value in list(parsed.items(branches=True)):
+            name = f"{parent_key}.{key}".lstrip(".")
+            if isinstance(value, Namespace) and not vars(value) and not self._accepts(name):
+                parsed[key] = None
+        return parsed
+
+    def _accepts(self, key: str) -> bool:
+        """Whether a dotted key is an option, a group of options, or inside an option's value."""
+        # An option whose value is a class has a second action, `.help`.
+        names = {action.dest for action in self._actions if not action.dest.endswith(".help")}
+        groups = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+        is_inside = any(key.startswith(f"{name}.") for name in names - groups)
+        return is_inside or any(f"{name}.".startswith(f"{key}.") for name in names)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise a one-line `ConfigError`; parsers nested inside types keep jsonargparse's exception."""
         if not self.exit_on_error:

@@ -117,10 +117,11 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
         ("red --config null.yaml", "coats: expected int, got null"),
         ("red --config none.yaml", "--config none.yaml: no such file"),
         ("red --config other.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
+        ("red --config empty.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_function_runs(line, says, calls, tmp_path):
-    texts = {"other": "coat: 2\n", "null": "coats: null\n"}
+    texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises((ConfigError, ValueError)) as caught:

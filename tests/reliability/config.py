@@ -39,6 +39,7 @@ CASES = {
     },
     FIT: {
         "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
+        "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
         "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
         "an unknown class name": (at("model", class_path="NVEmbedModul"), "model: expected the name of a class, got"),
         "a word instead of a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
