@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
@@ -50,6 +52,8 @@ NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
 # Its message about a `monitor` that is not a logged metric; it lists the metrics.
 NO_METRIC = "Early stopping conditioned on metric"
 MAX_SEED = 2**32 - 1
+# A process needs half a gigabyte before it loads a model.
+MAX_DEVICES_PER_CPU = 8
 # jsonargparse can print the help of a source's settings only together with the data module.
 SOURCES_HELP = "--data.sources.help"
 # The options that list sources.
@@ -135,6 +139,10 @@ class TrainerCLI(LightningCLI):
         if not 0 <= self.config.seed_everything <= MAX_SEED:
             rule = f"must be from 0 to {MAX_SEED}"
             raise OptionError("seed_everything", self.config.seed_everything, rule, "choose another number")
+        devices, maximum = self.config.trainer.devices, MAX_DEVICES_PER_CPU * (os.cpu_count() or 1)
+        if str(devices).isdecimal() and int(devices) > maximum:
+            rule = f"must be at most {MAX_DEVICES_PER_CPU} for each CPU core, {maximum} here"
+            raise OptionError("trainer.devices", devices, rule, "lower it")
         self.check_checkpoint()
 
     def check_checkpoint(self) -> None:
@@ -205,6 +213,14 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(trainer_error(str(error), self.config.trainer.as_dict())) from error
         set_up_trainer(trainer, callbacks)
         if not self.only_checks:
+            device, precision = trainer.strategy.root_device.type, str(self.config.trainer.precision)
+            if device == "cpu" and precision.startswith("16"):
+                raise OptionError("trainer.precision", precision, "must not be float16 on a CPU", "use bf16-mixed")
+            # DeepSpeed reads the variable, and would otherwise fail without CUDA after minutes.
+            needs_cuda = isinstance(trainer.strategy, DeepSpeedStrategy) and os.environ.get("DS_ACCELERATOR") != "cpu"
+            if needs_cuda and device != "cuda":
+                name = type(trainer.strategy).__name__
+                raise OptionError("trainer.strategy", name, "needs CUDA GPUs", "use ddp, or auto for one device")
             set_up_ranks(trainer)
         checkpoint = choose_folder(trainer, self.config_dump, self.config.ckpt_path, self.datamodule)
         self.config.ckpt_path = self.config_init.ckpt_path = checkpoint

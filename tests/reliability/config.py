@@ -56,6 +56,8 @@ CASES = {
             put("config.yaml", "model:\n  init_args: {lora: {rank:4}}\n"),
             "config.yaml: {rank:4} has no space after the colon; write {rank: 4}",
         ),
+        "DeepSpeed on a CPU": (at("trainer", strategy="deepspeed"), "trainer.strategy needs CUDA GPUs, got "),
+        "float16 on a CPU": (at("trainer", precision="16-true"), "trainer.precision must not be float16 on a CPU"),
         "a duration that is no time": (
             callback("lightning.pytorch.callbacks.Timer", duration="soon"),
             "Timer: `Timer(duration='soon')` is not a valid duration",
