@@ -265,6 +265,11 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     if not path.exists():
         return None
     content = peek_checkpoint(path)
+    # A pooling without weights would be exchanged for another without an error.
+    before, now = (_pooling(config) for config in (content.get("run_config"), run))
+    if before and now and before != now:
+        what = f"the checkpoint has {before}, this config {now}"
+        raise InputError(f"--ckpt_path {checkpoint}", what, "resume with the configs that wrote it")
     saved = content.get("run") or {}
     # The recorded folder, or a parent folder of the checkpoint if the run was moved.
     for folder in (Path(str(saved.get("folder"))), *list(path.parents)[:2]):
@@ -275,6 +280,13 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
                 return ResumedRun(folder, int(content.get("global_step", 0)))
             return None
     return None
+
+
+def _pooling(config: Any) -> str | None:
+    try:
+        return str(config["model"]["init_args"]["pooling"]["class_path"]).rpartition(".")[2]
+    except (KeyError, TypeError):
+        return None
 
 
 def check_plan(data: Any, checkpoint: str | None) -> None:

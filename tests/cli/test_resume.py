@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from embeddings import data, losses, models, modules
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.trainer import _FREE, check_resumable, find_latest_checkpoint, first_difference, pin_checkpoint_dir
-from embeddings.common import OptionError
+from embeddings.common import InputError, OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.refusals import refused
 from tests.helpers.runs import run_config, write_config, write_pairs
@@ -93,6 +93,18 @@ def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_i
     assert find_latest_checkpoint(tmp_path, run, 16) == saved
     assert check_resumable(Path(saved), run, 16) is None
     assert check_resumable(Path(saved), run, 32) == "its global batch size is 16, this run's is 32"
+
+
+def test_a_checkpoint_with_another_pooling_is_refused_by_name(tmp_path):
+    config = run_config(tmp_path)
+    for name in ("MeanPooling", "LastTokenPooling"):
+        config["model"]["init_args"]["pooling"] = {"class_path": f"embeddings.models.{name}"}
+        if name == "MeanPooling":
+            saved = save(RESUMABLE | {"run_config": {"model": deepcopy(config["model"])}}, tmp_path / "last.ckpt")
+    words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path", saved]
+    what = "the checkpoint has MeanPooling, this config LastTokenPooling"
+    says = f"--ckpt_path {saved}: {what}; resume with the configs that wrote it"
+    assert refused(InputError, "Pooling", run_trainer, words) == says
 
 
 def test_checkpoints_continue_in_the_folder_that_lightning_recognises(tmp_path):
