@@ -26,6 +26,7 @@ from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError, UserError
 from embeddings.common.class_paths import VARIABLE, may_import, named_function, refused_path, trust_hint
 from embeddings.common.errors import CHECKOUT, PACKAGE, shown
+from embeddings.common.io import check_regular
 from embeddings.common.text import one_line
 
 FOLDER = "lightning_configs"
@@ -153,6 +154,8 @@ def read_config(path: str) -> dict[str, Any]:
     if _is_file(path):
         content = read_yaml(path, where)
     elif _FILE_NAME.fullmatch(path):
+        if os.path.exists(path):
+            check_regular(path)
         raise InputError(where, "no such file", f"the library's configs are in {CONFIGS}")
     else:
         where = "--config"

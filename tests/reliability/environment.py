@@ -87,7 +87,7 @@ CASES = {
     },
     CONVERT: {"a file in place of a model": (in_the_way, "output leads to out, which is not a folder")},
     FIT: {
-        "a named pipe as a config": (pipe("config.yaml"), "config.yaml: no such file"),
+        "a named pipe as a config": (pipe("config.yaml"), "config.yaml: is not a regular file"),
         "a device as records": (
             at("data.init_args", sources=[{"name": "a", "path": "/dev/zero"}]),
             "/dev/zero: is not a regular file",
