@@ -268,6 +268,8 @@ def evaluate(
         return encoder
 
     if data is not None:
+        if data == []:
+            raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
         refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
         if output is not None:
             require_own_output(output)

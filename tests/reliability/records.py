@@ -154,6 +154,7 @@ CASES = {
             "1 suspect row: pairs.jsonl:2 (a positive is the query itself); correct them, or set suspect_rows: leave_",
         )
     },
+    EVALUATE.replace(" eval ", " [] "): {"an empty list of folders": (put("a", ""), "--data: has no folder")},
 }
 
 ROW = b'{"query": "pad", "positive": "the pad"}\n'
