@@ -194,6 +194,8 @@ def cluster(
     """
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
+    if features == "bm25" and (model is not None or encoding.vectors is not None):
+        raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
     load_faiss(settings.gpu)
     config = records.source()
     source = open_cached(config)
@@ -202,10 +204,10 @@ def cluster(
     require_free(output)
     folder = encoding.vectors or output.with_name(f"{output.name}.vectors")
     with discard_on_user_error(output, folder):
-        if features == "bm25":
+        if model is None:
             pair_features: PairFeatures = Bm25Features(source, svd_dim, settings.seed, row_name)
         else:
-            encoder = _load(str(model), encoding)
+            encoder = _load(model, encoding)
             check_svd_dim(svd_dim, encoder.embedding_dim)
             # Check the memory that k-means needs before the source is encoded.
             settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from tests.reliability.cases import FILTER, FIT, Make, at, callback, chosen, nothing, put, run
+from tests.reliability.cases import CLUSTER, FILTER, FIT, Make, at, callback, chosen, nothing, put, run
 from tests.reliability.world import Place
 
 
@@ -104,4 +104,5 @@ CASES = {
     },
     "fit --recipe nope": {"an unknown recipe": (nothing, "recipe")},
     "filter --input pairs.jsonl": {"a missing option": (nothing, "output")},
+    CLUSTER + " --model MODEL": {"BM25 features with a model": (nothing, "features uses neither model nor vectors")},
 }
