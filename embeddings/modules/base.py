@@ -351,6 +351,7 @@ class ContrastiveModule(BaseModule):
         self.shared_casts = shared_casts if has_experts else nullcontext
         self.grad_cache: GradCache | None = None
         self._first_useless: list[Tensor] | None = []
+        self._num_first = FIRST_BATCHES
 
     @classmethod
     def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
@@ -480,10 +481,12 @@ class ContrastiveModule(BaseModule):
 
     def _check_first_batches(self, useless: list[Tensor], means: Mapping[str, Tensor]) -> None:
         """Stop a run whose first batches train nothing."""
+        if not useless:
+            self._num_first = min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES)
         has_distillation = means.get("distillation", torch.zeros_like(means["loss"])) != 0
         has_negatives = (means["no_negative_fraction"] < 1) & (means["loss"] != 0)
         useless.append(~(has_negatives | has_distillation))
-        if len(useless) < min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES):
+        if len(useless) < self._num_first:
             return
         self._first_useless = None
         if bool(torch.stack(useless).all()):
