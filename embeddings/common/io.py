@@ -59,16 +59,23 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder that becomes `target` on leaving without an error; the first of several processes wins."""
-    with scratch_folder(target) as folder:
-        yield folder
-        for path in (*folder.iterdir(), folder):
-            fsync_path(path)
-        try:
-            os.rename(folder, target)
-        except OSError:
-            if not target.is_dir():
-                raise
-        fsync_path(target.parent)
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    try:
+        with scratch_folder(target) as folder:
+            yield folder
+            for path in (*folder.iterdir(), folder):
+                fsync_path(path)
+            try:
+                os.rename(folder, target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+            fsync_path(target.parent)
+    finally:
+        # After a failure the new parent folders are empty, and are removed too.
+        for parent in new_parents:
+            with suppress(OSError):
+                parent.rmdir()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, as_completed, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
@@ -320,12 +320,16 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Remove folders that were new or empty if a `UserError` ends the block, unless `unless` then returns True."""
     made = [folder for folder in folders if not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))]
+    parents = [parent for folder in folders for parent in folder.parents if not parent.exists()]
     try:
         yield
     except UserError:
         if not unless():
             for folder in made:
                 shutil.rmtree(folder, ignore_errors=True)
+            for parent in parents:
+                with suppress(OSError):
+                    parent.rmdir()
         raise
 
 

@@ -45,7 +45,7 @@ def world(tmp_path_factory, model):
 def read_vectors(folder):
     opened = VectorFolder.open(folder)
     opened.documents(range(opened.num_documents))
-    return list(opened.vectors()), opened.context()
+    return list(opened.tiles()), opened.context()
 
 
 def read_pairs(folder):
