@@ -83,7 +83,7 @@ CASES = {
         ),
         "a filter without vectors": (
             at(LOSS, false_negative_filter={"margin": 0.0}),
-            "model.loss needs a source with surrogate_vectors, but no source has them, got 'InfoNCE'; ",
+            "model.loss needs a source with surrogate_vectors",
         ),
         "a class that is not a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
         "an alias that contains itself": (put("config.yaml", "a: &a [*a]\n"), "--config config.yaml: "),

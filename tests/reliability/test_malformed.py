@@ -69,5 +69,5 @@ def test_an_exception_during_training_is_shown_with_its_traceback(
     chosen("model.init_args.optimizer", "torch.optim.SparseAdam")(place)
     assert main(FIT.split()) == 1
     written = capfd.readouterr().err
-    assert "\nTraceback (most recent call last):\n" in written
+    assert "Traceback (most recent call last):\n" in written
     assert written.endswith("RuntimeError: SparseAdam does not support dense gradients, please consider Adam instead\n")
