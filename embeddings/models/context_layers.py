@@ -75,6 +75,11 @@ class FirstStage(nn.Module):
         vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
 
+    # A model's hash includes these texts.
+    def extra_repr(self) -> str:
+        length = [] if self.max_length is None else [f"max_length={self.max_length}"]
+        return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])
+
 
 class ContextSlots(nn.Module):
     """The J context vectors of each text of a batch: one shared context, with dropout, padded with a null vector.
@@ -118,6 +123,10 @@ class ContextSlots(nn.Module):
         # Also drawn for a fraction of 0, so that every rank's graph contains the null vector.
         dropped_NJ = torch.rand(num_texts, self.num_context, device=full_NJH.device) < self.dropout_fraction
         return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
+
+    def extra_repr(self) -> str:
+        null = "" if self.has_null else ", has_null=False"
+        return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}{null}"
 
 
 class SoftPrompt(nn.Module):
@@ -169,6 +178,9 @@ class ResidualProjection(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         return {"hidden_size": self.hidden_size, "adds_pooled": self.adds_pooled}
+
+    def extra_repr(self) -> str:
+        return "" if self.adds_pooled else "adds_pooled=False"
 
 
 class ContextParts(NamedTuple):

@@ -158,6 +158,9 @@ class ContextualEmbedder(Embedder):
             fix = "lower it, or set model.context.max_length"
             raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
 
+    def extra_repr(self) -> str:
+        return "has_positions=True" if self.has_positions else ""
+
     def embed_context(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
         """The first stage: vectors of M documents, (M, H) float32, not normalised; H as in the word embeddings."""
         if isinstance(tokens, TokenBatch):
