@@ -265,7 +265,7 @@ def measure(line: str, folder: Path, templated: bool = False) -> dict[str, float
     """
     usage, start = folder / "usage.json", time.perf_counter()
     words = [sys.executable, "-m", "benchmarks.growth", "--child", line, "--usage", str(usage)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "EMBED_CACHE": str(folder / "cache")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "EMBED_CACHE": str(folder / "cache")}
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
         _, status, spent = os.wait4(process.pid, 0)
