@@ -33,7 +33,6 @@ from transformers import BertConfig, BertModel
 
 from benchmarks.harness import commit, hardware
 from embeddings.inference import Encoder
-from embeddings.inference.encoder import TextPreparation, TokenisedTexts
 from embeddings.models import Embedder, MeanPooling
 from embeddings.models.stand_in import wordpiece_tokenizer
 
@@ -247,10 +246,7 @@ def run_child(line: str, usage: Path) -> int:
     else:
         from embeddings.cli.main import main as run_command
 
-        TextPreparation.__call__ = lambda self, lines: TokenisedTexts(list(lines), None, [])  # type: ignore[method-assign]
-        Encoder.encode = lambda self, lines, *_, **__: hashed(  # type: ignore[method-assign]
-            lines.texts if isinstance(lines, TokenisedTexts) else lines
-        )
+        Encoder.encode = lambda self, lines, *_, **__: hashed(lines)  # type: ignore[method-assign]
         code = run_command(shlex.split(line))
     counts = dict(entry.split(": ") for entry in Path("/proc/self/io").read_text("ascii").splitlines())
     usage.write_text(json.dumps(counts), encoding="ascii")
