@@ -367,11 +367,11 @@ PEERS: dict[str, Callable[[], None]] = {
 
 
 def exponent(before: tuple[int, float], after: tuple[int, float], start: float) -> float:
-    """The slope between two (rows, CPU-seconds), net of the seconds of starting; nan below three seconds."""
+    """The slope between two (rows, CPU-seconds), without starting; nan if a net time is below a second."""
     (small, cheap), (large, dear) = before, after
-    if dear - start < 3.0:
+    if min(cheap, dear) - start < 1.0:
         return math.nan
-    return math.log(max(dear - start, 1e-9) / max(cheap - start, 0.1)) / math.log(large / small)
+    return math.log((dear - start) / (cheap - start)) / math.log(large / small)
 
 
 def run_operations(names: Sequence[str], sizes: Sequence[int], keep: bool) -> list[str]:

@@ -8,6 +8,8 @@ A page includes a table by a fenced block. Its language is the kind of table and
     ```scores              `benchmarks/results.csv` as a two-dimensional table; the pattern yields row and column
     claim: "E14 (?P<column>.+) on vaswani_npl, (?P<row>.+)"
     ```
+    ```growth              newest rows of each operation in `benchmarks/growth.csv`
+    ```
     ```trials              mean and standard deviation over the seeds in `benchmarks/trials.csv`
     columns: {held-out packages: held-out packages}                     header: metric
     rows: {bi-encoder on random batches: [E1, "bi-encoder, random"]}    label: [experiment, variant]
@@ -42,6 +44,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TRIALS = ROOT / "benchmarks" / "results.csv", ROOT / "benchmarks" / "trials.csv"
+GROWTH = ROOT / "benchmarks" / "growth.csv"
 RECIPES = ROOT / "lightning_configs" / "recipes.csv"
 DATA_CONFIGS = ROOT / "lightning_configs" / "data"
 # Pages copied from files outside docs/, which code hosts display; their links are rewritten.
@@ -178,6 +181,20 @@ def scores_table(options: Mapping[str, Any]) -> str:
     return markdown_table([options.get("corner", ""), *columns], rows)
 
 
+def growth_table(_: Mapping[str, Any]) -> str:
+    """CPU-seconds and peak memory of each operation by rows, and its last exponent: the newest rows of `growth.csv`."""
+    newest_rows = {(row["operation"], int(row["rows"])): row for row in read_rows(GROWTH)}
+    operations = dict.fromkeys(operation for operation, _ in newest_rows)
+    sizes = sorted({size for _, size in newest_rows})
+    lines = []
+    for operation in operations:
+        found = [newest_rows.get((operation, size)) for size in sizes]
+        cells = [f"{float(row['cpu_seconds']):.0f} s, {float(row['peak_mb']):.0f} MB" if row else "" for row in found]
+        slopes = [row["exponent"] for row in found if row and row["exponent"] != "nan"]
+        lines.append([operation, *cells, slopes[-1] if slopes else ""])
+    return markdown_table(["operation", *(f"{size:,} rows" for size in sizes), "exponent"], lines)
+
+
 def trials_table(options: Mapping[str, Any]) -> str:
     """Metrics of trials, one row per variant; the highest mean per column is bold; `gains` are means of differences."""
     columns, digits = options["columns"], options.get("digits", 3)
@@ -285,6 +302,7 @@ def file_block(options: Mapping[str, Any]) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmarks": benchmarks_table,
     "scores": scores_table,
+    "growth": growth_table,
     "trials": trials_table,
     "recipes": recipes_table,
     "sources": sources_table,
