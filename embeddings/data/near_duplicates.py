@@ -22,7 +22,7 @@ MISS_FRACTION = 2.5e-4
 # A key has this many bytes, each of one MinHash value.
 KEY_BYTES = 4
 # Rows of one key that later rows are compared with, and most similar rows of which the texts are compared.
-MAX_PER_KEY, MAX_COMPARED = 32, 32
+MAX_PER_KEY, MAX_COMPARED = 32, 8
 _SAVE_SECONDS = 30.0
 
 _Uint64s = npt.NDArray[np.uint64]
