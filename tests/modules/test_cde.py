@@ -26,6 +26,7 @@ from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining
 from embeddings.modules.cde import context_spread
+from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
@@ -428,3 +429,27 @@ def test_word_steps_without_contrastive_steps_are_refused(tmp_path: Path) -> Non
     config["model"]["init_args"]["first_stage_training"] = {"word_steps": 3}
     with pytest.raises(OptionError, match="word_steps plus the schedule's warm-up steps must be < 4, the optimiser"):
         fit(tmp_path, config)
+
+
+@pytest.mark.parametrize("kept", [{}, {"kept_fraction": 1.0}])
+def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
+    kept: dict[str, float], bert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed_context, seen = CDEModule.embed_context, []
+
+    def noted(self: CDEModule, tokens: TokenBatch) -> Tensor:
+        vectors = embed_context(self, tokens)
+        seen.append((len(tokens), vectors.requires_grad))
+        return vectors
+
+    monkeypatch.setattr(CDEModule, "embed_context", noted)
+    for frozen in (0, None):
+        seen.clear()
+        module, batch = staged(bert, frozen_steps=frozen), random_batch(6, 1)
+        module._phase = module.first_stage_training.phase(0)
+        batch = replace(batch, context=module.choose_context(batch, 0), num_extra_tokens=8)
+        gradcache.GradCache(mini_batch_tokens=10_000, mini_batch_texts=2, **kept).step(module, batch)
+        if frozen is None:
+            assert seen == [(2, False)] * 3
+        else:
+            assert sum(count for count, has_graph in seen if has_graph) == 6

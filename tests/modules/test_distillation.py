@@ -30,7 +30,7 @@ from embeddings.models import (
 )
 from embeddings.models.lora import merged_state_dict
 from embeddings.models.pooling import plain_backbone
-from embeddings.modules import LayerDistillation, NVEmbedModule
+from embeddings.modules import LayerDistillation, NVEmbedModule, distillation
 from embeddings.modules.distillation import LayerTeacher, VectorTeacher, layer_pairs
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
@@ -373,3 +373,18 @@ def test_two_teachers_are_refused() -> None:
     with pytest.raises(OptionError, match="cannot be combined with a source that has `scores`"):
         MarginMSE(teacher="a").check_teacher(False, True)
     SimilarityDistillation(teacher="a", false_negative_filter=SurrogateFilter()).check_teacher(False, True)
+
+
+@pytest.mark.parametrize("mini_batch_tokens", [8192, 10])
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+def test_a_teachers_vectors_of_a_batch_equal_those_of_single_texts(
+    kind: str, mini_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "MINI_BATCH_TOKENS", mini_batch_tokens)
+    embedder = teacher_of(kind).double()
+    teacher, batch = VectorTeacher("given", embedder), random_batch(5, 2)
+    assert not embedder.training
+    found, expected = teacher.with_vectors(with_teacher_tokens(batch)), with_precomputed_vectors(embedder, batch)
+    for name in ("surrogate_query_BS", "surrogate_candidate_CS"):
+        assert not getattr(found, name).requires_grad
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
