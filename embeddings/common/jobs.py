@@ -317,14 +317,20 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 @contextmanager
-def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Remove folders that were new or empty if a `UserError` ends the block, unless `unless` then returns True."""
+def discard_on_user_error(
+    *folders: Path, unless: Callable[[], bool] = lambda: False, task: ArrayTask | None = None
+) -> Iterator[None]:
+    """Remove folders that were new or empty if a `UserError` ends the block, unless `unless` then returns True.
+
+    Folders that other tasks of an array write too are left.
+    """
     made = [folder for folder in folders if not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))]
     parents = [parent for folder in folders for parent in folder.parents if not parent.exists()]
     try:
         yield
     except UserError:
-        if not unless():
+        is_shared = task is not None and task.count > 1
+        if not is_shared and not unless():
             for folder in made:
                 shutil.rmtree(folder, ignore_errors=True)
             for parent in parents:

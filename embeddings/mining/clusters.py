@@ -388,7 +388,7 @@ def cluster_pairs(
     }
     output = Path(output)
     work = output.with_name(f"{output.name}.work")
-    with discard_on_user_error(output, work):
+    with discard_on_user_error(output, work, task=task):
         job = JobFolder(output, {"kind": KIND, **fields})
         if not job.complete:
             learning = ShardedJob(work / "features", {"kind": "features", **fields}, 1, suffix=".npz")

@@ -323,7 +323,7 @@ def filter_pairs(
     work = target.with_name(f"{target.name}.work")
     folder = work / "vectors" if vectors is None else Path(vectors)
 
-    with discard_on_user_error(work, folder):
+    with discard_on_user_error(work, folder, task=task):
         ShardedJob(work, fields, num_shards=0)
         by_language = rules.segment_by == "language"
         # Read once; a resumed run uses this file.

@@ -289,7 +289,7 @@ def mine_negatives(
         return report
     work = target.with_name(f"{target.name}.work")
     folder = Path(vectors) if vectors is not None else work / "vectors"
-    with discard_on_user_error(work, folder):
+    with discard_on_user_error(work, folder, task=task):
         job = ShardedJob(work, work_fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         if index.num_documents <= rules.count:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.common import InputError, OptionError, jobs
-from embeddings.common.errors import WorkerError
+from embeddings.common.errors import UserError, WorkerError
 from embeddings.common.io import file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     ArrayTask,
@@ -428,3 +428,12 @@ def test_a_folder_that_another_task_begins_meanwhile_is_free(tmp_path, monkeypat
 
     monkeypatch.setattr(Path, "iterdir", begun)
     require_free(tmp_path)
+
+
+@pytest.mark.parametrize(("task", "is_left"), [(None, False), (ArrayTask(0, 1), False), (ArrayTask(1, 4), True)])
+def test_a_refusal_in_one_task_leaves_the_folder_of_the_others(task, is_left, tmp_path):
+    with pytest.raises(UserError), discard_on_user_error(tmp_path / "work", task=task):
+        (tmp_path / "work").mkdir()
+        (tmp_path / "work" / "shard-00000.npy").touch()
+        raise UserError("no")
+    assert (tmp_path / "work" / "shard-00000.npy").exists() == is_left

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from embeddings.cli.main import main
 from tests.helpers.processes import Command, run_command
 from tests.helpers.runs import write_pairs
 from tests.reliability.world import Place
@@ -48,3 +49,13 @@ def test_four_tasks_of_which_one_is_killed_write_what_one_process_writes(name: s
             assert tasks[task].wait() == 0, (place.folder / f"log-{task}.txt").read_text()
     run_command([*shared, "1"], cwd=place.folder, check=True)
     assert contents(place.folder / "shared") == contents(place.folder / "alone")
+
+
+def test_a_task_of_encode_makes_its_own_shards_only(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "texts.jsonl").write_text("".join(f'{{"text": "fox {row}"}}\n' for row in range(20)))
+    words = [*place.world.words(JOBS["encode"][0]), "--output", "out", "--num-tasks", "2", "--task-index"]
+    assert main([*words, "1"]) == 0
+    assert sorted(path.name for path in Path("out").glob("vectors-*")) == ["vectors-00001.npy", "vectors-00003.npy"]
+    assert "shards of other tasks are missing in out" in capfd.readouterr().out
+    assert main([*words, "0"]) == 0
+    assert "wrote 20 vectors" in capfd.readouterr().out
