@@ -29,6 +29,7 @@ from embeddings.common.jobs import (
     spread,
 )
 from tests.helpers.processes import Command, run_command
+from tests.helpers.refusals import refused
 from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -432,8 +433,11 @@ def test_a_folder_that_another_task_begins_meanwhile_is_free(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("task", "is_left"), [(None, False), (ArrayTask(0, 1), False), (ArrayTask(1, 4), True)])
 def test_a_refusal_in_one_task_leaves_the_folder_of_the_others(task, is_left, tmp_path):
-    with pytest.raises(UserError), discard_on_user_error(tmp_path / "work", task=task):
-        (tmp_path / "work").mkdir()
-        (tmp_path / "work" / "shard-00000.npy").touch()
-        raise UserError("no")
+    def refuse():
+        with discard_on_user_error(tmp_path / "work", task=task):
+            (tmp_path / "work").mkdir()
+            (tmp_path / "work" / "shard-00000.npy").touch()
+            raise UserError("no")
+
+    refused(UserError, "no", refuse)
     assert (tmp_path / "work" / "shard-00000.npy").exists() == is_left
