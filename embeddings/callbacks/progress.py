@@ -47,6 +47,7 @@ class StepProgress(TQDMProgressBar):
         self.every_seconds = every_seconds
 
     def init_train_tqdm(self) -> Any:
+        """The bar of the whole run, without a total if the run has no limit."""
         total = self.trainer.estimated_stepping_batches
         return progress_bar(
             int(total) if 0 <= total < float("inf") else None,

@@ -46,6 +46,18 @@ def test_scores_are_laid_out_by_row_and_column(tmp_path, monkeypatch):
     ]
 
 
+def test_the_growth_of_an_operation_is_a_row_with_its_newest_values(tmp_path, monkeypatch):
+    head = "operation,rows,cpu_seconds,peak_mb,exponent"
+    rows = ["sort,10,9,500,nan", "sort,1000,11,510,nan", "sort,1000,21.4,520.6,1.05", "scan,10,8,400,nan"]
+    monkeypatch.setattr(hooks, "GROWTH", write(tmp_path / "growth.csv", [head, *rows]))
+    assert hooks.with_tables("```growth\n```").splitlines() == [
+        "| operation | 10 rows | 1,000 rows | exponent |",
+        "| --- | --- | --- | --- |",
+        "| sort | 9 s, 500 MB | 21 s, 521 MB | 1.05 |",
+        "| scan | 8 s, 400 MB |  |  |",
+    ]
+
+
 def test_trials_are_averaged_over_seeds_and_gains_are_taken_seed_by_seed(tmp_path, monkeypatch):
     head = "experiment,variant,seed,key,metric,value,hardware,commit,date"
     values = {("E1", "a", "k1"): (0.5, 0.7), ("E1", "b", "k2"): (0.4, 0.4), ("E2", "same as b", "k2"): (0.3,)}
