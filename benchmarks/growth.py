@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -279,10 +280,14 @@ def measure(line: str, folder: Path, templated: bool = False) -> dict[str, float
 
 
 def measure_operation(operation: Operation, num_rows: int, model: Path) -> dict[str, float]:
-    """The cost of an operation over newly written records."""
+    """The cost of an operation over records that all operations of a size share."""
+    records = model.parent / f"records-{num_rows}-{operation.templated}"
+    if not records.exists():
+        records.mkdir()
+        write_records(records, num_rows, operation.templated)
     with tempfile.TemporaryDirectory(dir=model.parent) as name:
-        folder = Path(name)
-        write_records(folder, num_rows, operation.templated)
+        folder = Path(name, "run")
+        shutil.copytree(records, folder, copy_function=os.link)
         (folder / "config.yaml").symlink_to(model / "config.yaml")
         lines = [line.replace("MODEL", str(model / "model")) for line in (*operation.before, operation.line)]
         costs = [measure(line, folder) for line in lines]
