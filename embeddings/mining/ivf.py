@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +36,8 @@ PROBES = 32
 PART_BYTES = 512 << 20
 # faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
+# On a CPU, threads score blocks of queries, which share the product with a list.
+_BLOCK_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 2048, 1 << 25, 8
 GPU_MAX_DOCUMENTS = 2048
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -57,6 +60,7 @@ class IvfSearch:
     ) -> None:
         self.documents, self.centroid_CD, self.num_probes, self.gpu = documents, centroid_CD, num_probes, gpu
         self._parts, self._faiss = parts, load_faiss(gpu)
+        self._lists = [] if gpu else [_Lists(part) for part in parts]
         self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
@@ -64,15 +68,76 @@ class IvfSearch:
         check_search(self.documents, query_QD, top_k)
         if self.gpu and top_k > GPU_MAX_DOCUMENTS:
             raise OptionError("top_k", top_k, f"must be <= {GPU_MAX_DOCUMENTS} on a GPU", "lower it, or use the CPU")
-        faiss, best = self._faiss, BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
-        score_QP, list_QP = faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=faiss.METRIC_INNER_PRODUCT)
+        faiss, metric = self._faiss, self._faiss.METRIC_INNER_PRODUCT
+        score_QP, list_QP = faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=metric)
+        if not self.gpu:
+            return self._search_lists(query_QD, list_QP, top_k)
+        best = BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
         for part in self._parts:
-            index = faiss.index_cpu_to_gpu(self._resources, 0, part) if self.gpu else part
+            index = faiss.index_cpu_to_gpu(self._resources, 0, part)
             index.nprobe, count = self.num_probes, min(top_k, part.ntotal)
             for number, chunk in enumerate(best.chunks):
                 found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
                 best.add(number, *_found(*found))
         return best.result()
+
+    def _search_lists(self, query_QD: Floats, list_QP: Rows, top_k: int) -> TopK:
+        """The documents in the lists of each query, by threads over blocks of queries."""
+        documents_searched = self.num_probes * max(part.ntotal for part in self._parts) // len(self.centroid_CD)
+        block = min(_BLOCK_QUERIES, max(64, _BLOCK_SCORES // max(1, documents_searched)))
+        best = BestDocuments(len(query_QD), top_k, block)
+        with ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS)) as pool:
+            for lists in self._lists:
+                searched = pool.map(
+                    lambda chunk, lists=lists: lists.best(query_QD[chunk], list_QP[chunk], top_k), best.chunks
+                )
+                for number, found in enumerate(searched):
+                    best.add(number, *found)
+        return best.result()
+
+
+class _Lists:
+    """The documents of a part's inverted lists, as views of its memory-mapped file.
+
+    faiss reads every list again for each query; here all queries of a block share one product with a list. This takes
+    two thirds of faiss's time at 64 dimensions, and a third at 384.
+    """
+
+    def __init__(self, part: Any) -> None:
+        lists, swig_view = part.invlists, load_faiss().rev_swig_ptr
+        # The views are valid while the part exists.
+        self._part = part
+        self._size_C = np.array([lists.list_size(number) for number in range(part.nlist)])
+        self._start_C = np.cumsum(self._size_C) - self._size_C
+        used = [(number, size) for number, size in enumerate(self._size_C.tolist()) if size]
+        self._row_N: Rows = np.concatenate([swig_view(lists.get_ids(number), size) for number, size in used])
+        bytes_of = {number: swig_view(lists.get_codes(number), 4 * part.d * size) for number, size in used}
+        self._vectors = {number: codes.view(np.float32).reshape(-1, part.d) for number, codes in bytes_of.items()}
+
+    def best(self, query_QD: Floats, list_QP: Rows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and rows of each query's best documents in its lists, (Q, K); the score of missing ones is -inf."""
+        end_QP = self._size_C[list_QP].cumsum(axis=1)
+        start_QP = end_QP - self._size_C[list_QP]
+        score_QW = np.full((len(query_QD), max(1, int(end_QP[:, -1].max()))), -np.inf, np.float32)
+        # All pairs of a query and a list, by list.
+        order_n = np.argsort(list_QP, axis=None, kind="stable")
+        query_n, list_n, start_n = order_n // list_QP.shape[1], list_QP.ravel()[order_n], start_QP.ravel()[order_n]
+        for pairs in np.split(np.arange(len(order_n)), np.flatnonzero(np.diff(list_n)) + 1):
+            vector_nD = self._vectors.get(int(list_n[pairs[0]]))
+            if vector_nD is None:
+                continue
+            product_qn = query_QD[query_n[pairs]] @ vector_nD.T
+            for query, start, score_n in zip(query_n[pairs], start_n[pairs], product_qn, strict=True):
+                score_QW[query, start : start + len(score_n)] = score_n
+        score_QK, column_QK = torch.from_numpy(score_QW).topk(min(top_k, score_QW.shape[1]))
+        # The list of a column is the first that ends behind it.
+        probe_QK = (column_QK.numpy()[:, :, None] >= end_QP[:, None, :]).sum(axis=2)
+        probe_QK = np.minimum(probe_QK, list_QP.shape[1] - 1)
+        first_QP = self._start_C[list_QP] - start_QP
+        row_QK = self._row_N[
+            np.minimum(np.take_along_axis(first_QP, probe_QK, axis=1) + column_QK.numpy(), len(self._row_N) - 1)
+        ]
+        return score_QK, torch.from_numpy(row_QK)
 
 
 def _found(score_QK: Floats, row_QK: Rows) -> tuple[torch.Tensor, torch.Tensor]:

@@ -210,16 +210,29 @@ def take(
     )
 
 
+# Known values of a query up to which each is compared; more are searched by sorting.
+_FEW_KNOWN = 8
+
+
 def _is_known(value_QC: Int64s, known_P: Int64s, queries: MinedQueries) -> Mask:
     """Which values are among the known ones of their query."""
+    known_QC: Mask = np.zeros(value_QC.shape, np.bool_)
     if not len(known_P):
-        return np.zeros(value_QC.shape, np.bool_)
+        return known_QC
+    order_P = np.argsort(queries.known_group_P, kind="stable")
+    count_G = np.bincount(queries.known_group_P, minlength=int(queries.group_Q.max()) + 1)
+    start_Q, count_Q = (count_G.cumsum() - count_G)[queries.group_Q], count_G[queries.group_Q]
+    if count_G.max() <= _FEW_KNOWN:
+        for number in range(int(count_G.max())):
+            known_Q = known_P[order_P[np.minimum(start_Q + number, len(known_P) - 1)]]
+            known_QC |= (value_QC == known_Q[:, None]) & (number < count_Q)[:, None]
+        return known_QC
     # Values are numbered, so that each pair (group, value) has one integer key.
     values, number_P = np.unique(known_P, return_inverse=True)
     number_QC = np.minimum(np.searchsorted(values, value_QC), len(values) - 1)
     key_QC = queries.group_Q[:, None] * len(values) + number_QC
     key_P = queries.known_group_P * len(values) + number_P.reshape(-1)
-    known_QC: Mask = np.isin(key_QC, key_P)
+    known_QC = np.isin(key_QC, key_P)
     known_QC &= values[number_QC] == value_QC
     return known_QC
 

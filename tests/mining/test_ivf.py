@@ -5,6 +5,7 @@ import json
 import resource
 from itertools import pairwise
 
+import faiss
 import numpy as np
 import pytest
 
@@ -182,9 +183,28 @@ def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, mon
         assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
     for name in ("new_lists", "write_lists"):
         monkeypatch.setattr(ivf, name, None)
-    monkeypatch.setattr(ivf, "QUERY_CHUNK", 7)
+    monkeypatch.setattr(ivf, "_BLOCK_QUERIES", 7)
     for search in (parts, build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10)):
         np.testing.assert_array_equal(search.search(queries, 5).index_QK, one_file.index_QK)
+
+
+@pytest.mark.parametrize("part_vectors", [30, 500])
+def test_a_search_of_lists_equals_that_of_faiss(part_vectors, tmp_path, monkeypatch):
+    monkeypatch.setattr(ivf, "PART_BYTES", 64 * part_vectors)
+    documents, queries = shards(tmp_path / "documents", clustered(500), 64), clustered(40, seed=5)
+    # 40 lists of about 12 documents, of which a part of 30 has some without any; 30 are more than a list has.
+    search = build_ivf(documents, tmp_path / "ivf", num_probes=4, num_lists=40)
+    quantizer = faiss.IndexFlatIP(16)
+    quantizer.add(search.centroid_CD)
+    peer = faiss.IndexIVFFlat(quantizer, 16, 40, faiss.METRIC_INNER_PRODUCT)
+    peer.is_trained, peer.nprobe = True, 4
+    peer.add(np.concatenate(list(documents)))
+    found, (score_QK, row_QK) = search.search(queries, 30), peer.search(queries, 30)
+    np.testing.assert_array_equal(found.index_QK, row_QK)
+    is_found = row_QK >= 0
+    assert 0 < is_found.sum() <= is_found.size
+    np.testing.assert_allclose(found.score_QK[is_found], score_QK[is_found], atol=1e-6)
+    assert np.isneginf(found.score_QK[~is_found]).all()
 
 
 def test_a_top_k_beyond_the_limit_of_faiss_on_a_gpu_is_refused(tmp_path):

@@ -99,8 +99,9 @@ def pairs(negatives):
         {"margin": None, "num_negatives": 20, "last_rank": 40},
     ],
 )
-@pytest.mark.parametrize("num_teachers", [1, 3])
-def test_the_rules_equal_a_loop(options, num_teachers):
+@pytest.mark.parametrize(("num_teachers", "few_known"), [(1, 8), (3, 8), (3, 0)])
+def test_the_rules_equal_a_loop(options, num_teachers, few_known, monkeypatch):
+    monkeypatch.setattr("embeddings.mining.negatives._FEW_KNOWN", few_known)
     rules = NegativeRules(**{"num_negatives": 3, **options})
     some = 0
     for seed in range(20):
