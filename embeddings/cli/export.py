@@ -29,6 +29,7 @@ from embeddings.evaluation.runner import score_retrieval
 from embeddings.figures.run_facts import read_run_record, validation_scores
 from embeddings.interop.released import import_released
 from embeddings.models import load_embedder
+from embeddings.models.gguf import write_gguf
 from embeddings.models.lora import save_adapters
 from embeddings.models.model_card import (
     TrainingFacts,
@@ -93,6 +94,9 @@ def export(
         embedder.save_pretrained(new, card=False)
         if format == "adapter":
             base = embedder.frozen_base.origin()
+            if base.commit is None and not Path(base.name).is_dir():
+                # The name of an installed model, which other libraries do not know.
+                base = base._replace(name=str(embedder.frozen_base.folder))
             save_adapters(embedder.backbone, new / ADAPTER_FOLDER, base.name, base.commit, output)
             lines.append(f"wrote {output / ADAPTER_FOLDER}: LoRA matrices for peft, of {base.name}")
         elif format != "torch":
@@ -181,18 +185,31 @@ def import_checkpoint(
 def convert(
     source: str, output: Path, num_positions: int = 2048, rope_theta: float = 10_000.0, keep_head: bool = True
 ) -> None:
-    """Replace the learned positions of an XLM-R, RoBERTa or BERT checkpoint by rotary ones.
+    """Replace the learned positions of an XLM-R, RoBERTa or BERT checkpoint by rotary ones, or convert a GGUF file.
 
     All weights except the position table are copied, so the model must be adapted to its new positions before use: run
     `fit` with `lightning_configs/methods/mlm_adapt.yaml`.
 
+    A `.gguf` file becomes a directory of its dequantised language model in bfloat16, without other changes.
+
     Args:
-        source: A directory or Hub id of XLM-R, RoBERTa or BERT, with or without its language-model head.
+        source: A directory or Hub id of XLM-R, RoBERTa or BERT, with or without its language-model head; or a `.gguf`
+            file of any architecture that transformers reads (extra `decoder`).
         output: The directory to write; an existing one is replaced once the new one is complete.
         num_positions: Maximum tokens of a text; the tokenizer truncates longer ones.
         rope_theta: Base of the rotary angles.
         keep_head: Whether to copy the language-model head, which the adaptation needs.
     """
+    if source.endswith(".gguf"):
+        rule = "has no effect on a GGUF file, whose model keeps its positions"
+        refuse_given({"num_positions": None if num_positions == 2048 else num_positions}, rule)
+        refuse_given({"rope_theta": None if rope_theta == 10_000.0 else rope_theta}, rule)
+        if not Path(source).is_file():
+            raise InputError(source, "no such file", "check the path")
+        with replaced_folder(output) as new:
+            model = write_gguf(Path(source).expanduser(), new)
+        print(f"wrote {output}: {model.num_parameters():,} parameters of {type(model).__name__} in bfloat16")
+        return
     rotary = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     size = f"{rotary.num_parameters():,} parameters, vocabulary of {rotary.config.vocab_size:,} rows"
     print(f"wrote {output}: {size}, rotary positions for {num_positions:,} tokens")

@@ -38,6 +38,12 @@ _HASH = re.compile("[0-9a-f]{32,}")
 MANIFEST = "manifest.json"
 # Manifest fields: the hash of each file of the folder, and that of all other fields.
 FILES, CHECKSUM = "files", "xxh3_128"
+CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
+
+
+def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Folder of converted sources and models: the argument, else `$EMBED_CACHE`, else `.cache/embeddings`."""
+    return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
 
 
 @contextmanager

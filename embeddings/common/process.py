@@ -128,6 +128,22 @@ def quiet_libraries() -> Iterator[None]:
             library_logger.removeFilter(_is_relevant)
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' reports of unused weights and its progress bars."""
+    from transformers.utils import logging as library  # importing it takes seconds
+
+    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()  # type: ignore[no-untyped-call]
+    library.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def lazy_names(package: str) -> Callable[[str], Any]:
     """A package's `__getattr__` (PEP 562) that loads the names under its `if TYPE_CHECKING:` on first use."""
 

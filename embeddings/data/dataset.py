@@ -12,14 +12,14 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path
+from embeddings.common.io import atomic_path, cache_folder
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings, canonical
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
 from embeddings.data.sources import ROWS_FOLDER, SourceConfig, fill_path
-from embeddings.data.store import CachedSource, ClassIndex, StoredRow, Table, cache_folder, open_cached, writing_cache
+from embeddings.data.store import CachedSource, ClassIndex, StoredRow, Table, open_cached, writing_cache
 from embeddings.data.surrogate_vectors import SurrogateVectors
 
 DEFAULT_NUM_NEGATIVES = 7

@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import (
+    CACHE_VARIABLE,
     FILES,
     atomic_folder,
+    cache_folder,
     check_file,
     check_manifest,
     folder_hashes,
@@ -39,7 +41,6 @@ from embeddings.data.readers import Block, Reader
 from embeddings.data.records import Record
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 
-CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
 SCHEMA_VERSION = 3
 ROWS_FILE = "rows.arrow"
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
@@ -286,11 +287,6 @@ class CachedSource:
         self.unused_columns: dict[str, str] = manifest["unused_columns"]
         self.suspects = Suspects(**manifest["suspects"])
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
-
-
-def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Folder of converted sources: the argument, else `$EMBED_CACHE`, else `.cache/embeddings`."""
-    return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
 
 
 @contextlib.contextmanager

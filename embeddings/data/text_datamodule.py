@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
 from embeddings.common.errors import InputError, OptionError, run_checks
-from embeddings.common.io import check_file, check_manifest, load_array, write_manifest
+from embeddings.common.io import cache_folder, check_file, check_manifest, load_array, write_manifest
 from embeddings.common.jobs import progress_bar
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
@@ -44,7 +44,7 @@ from embeddings.data.documented_functions import (
 from embeddings.data.records import kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names
-from embeddings.data.store import cache_folder, converted_folder
+from embeddings.data.store import converted_folder
 from embeddings.data.tokenize import copied_backend
 
 # Names for lists of packages.

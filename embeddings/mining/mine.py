@@ -27,7 +27,7 @@ from embeddings.common.jobs import (
     save_array,
     shard_rows,
 )
-from embeddings.common.process import logger, quiet_libraries
+from embeddings.common.process import logger, quiet_libraries, quiet_transformers
 from embeddings.common.text import PromptChoice, one_line
 from embeddings.data.records import NUM_LEVELS, Record, is_json_lines, table_writer
 from embeddings.data.sources import SourceConfig
@@ -50,7 +50,6 @@ from embeddings.mining.negatives import DocumentQrels, LevelRules, NegativeRules
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
 from embeddings.mining.search import DocumentSearch, ExactSearch, Floats, require_gpu
-from embeddings.models.backbone import quiet_transformers
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder

@@ -4,7 +4,6 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +20,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import require, rust_panics_as_errors, shown
 from embeddings.common.io import check_file, read_json_or_empty
+from embeddings.common.process import quiet_transformers
 from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
 from embeddings.models.model_files import (
@@ -52,7 +51,8 @@ class BackboneConfig:
     """A backbone and the options for loading it.
 
     Args:
-        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra installs.
+        name: A directory, a Hub id, `all-MiniLM-L6-v2`, the model that the `quickstart` extra installs, or
+            `SmolLM2-135M`, the decoder of the `decoder` extra.
         revision: Commit, tag or branch of a Hub id.
         bidirectional: Disable a decoder's causal mask (NV-Embed §3.1). Every layer is checked, at start-up or, for an
             attention that runs only on a GPU, in the first step. An encoder does not change.
@@ -438,20 +438,6 @@ def has_pooling_layer(config: PretrainedConfig) -> bool:
     """Whether the architecture has a pooling layer by default, as BERT does."""
     model_class: Any = MODEL_MAPPING.get(type(config), PreTrainedModel)
     return "add_pooling_layer" in inspect.signature(model_class).parameters
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' reports of unused weights and its progress bars."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,9 +28,9 @@ from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.errors import shown
 from embeddings.common.io import write_json
 from embeddings.common.own_folder import replaced_folder
-from embeddings.common.process import logger
+from embeddings.common.process import logger, quiet_transformers
 from embeddings.common.text import INSTRUCTION_TEMPLATE, Similarity
-from embeddings.models.backbone import has_pooling_layer, num_positions, quiet_transformers
+from embeddings.models.backbone import has_pooling_layer, num_positions
 from embeddings.models.context_layers import (
     CONTEXT_FOLDER,
     CONTEXT_SETTINGS,

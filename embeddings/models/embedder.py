@@ -192,7 +192,7 @@ class Embedder(nn.Module):
         """Load a sentence-transformers directory, in evaluation mode, without running code from it.
 
         Args:
-            name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra installs.
+            name: As in `BackboneConfig`.
             revision: Commit, tag or branch of a Hub id.
             device: Device of the model, the CPU if None.
             dtype: Dtype of the backbone's weights, the checkpoint's if None.

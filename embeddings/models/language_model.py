@@ -22,6 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from embeddings.common import OptionError
 from embeddings.common.own_folder import replaced_folder
+from embeddings.common.process import quiet_transformers
 from embeddings.common.text import one_line
 from embeddings.common.types import positions_in_document
 from embeddings.models.backbone import (
@@ -30,7 +31,6 @@ from embeddings.models.backbone import (
     highest_id,
     load_configured,
     load_tokenizer,
-    quiet_transformers,
     read_config,
     read_tokenizer,
 )

@@ -34,6 +34,7 @@ from embeddings.common.io import (
     listed_files,
 )
 from embeddings.common.text import one_line
+from embeddings.models.gguf import DECODER_NAME, decoder_folder
 
 # Written by `import`: the published tensor that each tensor of the model comes from.
 IMPORT_FILE = "import.json"
@@ -128,7 +129,9 @@ _UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The local folder with a model's files, downloaded if necessary."""
     path = Path(name).expanduser()
-    folder = path if path.is_dir() else _packaged_folder() if name == PACKAGED_NAME else None
+    folder = path if path.is_dir() else None
+    if folder is None and name in (PACKAGED_NAME, DECODER_NAME):
+        folder = _packaged_folder() if name == PACKAGED_NAME else decoder_folder()
     if folder is not None and revision is not None:
         raise OptionError("revision", revision, f"cannot apply to {name}, which is not a Hub id", "leave it out")
     if folder is not None:

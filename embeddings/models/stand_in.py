@@ -11,7 +11,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from embeddings.common import InputError
 from embeddings.common.own_folder import replaced_folder
-from embeddings.models.backbone import quiet_transformers, read_config, text_class
+from embeddings.common.process import quiet_transformers
+from embeddings.models.backbone import read_config, text_class
 from embeddings.models.language_model import AUTO_CLASSES, VOCABULARY_STEP, HeadKind
 from embeddings.models.model_files import PACKAGED_NAME
 

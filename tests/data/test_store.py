@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import pytest
 
 from embeddings.common import InputError
+from embeddings.common.io import cache_folder
 from embeddings.data import SourceConfig, conversion, sources
 from embeddings.data.conversion import Facts
 from embeddings.data.readers import Block
 from embeddings.data.sources import HashedFile
 from embeddings.data.store import (
     StoredRow,
-    cache_folder,
     open_cached,
     read_languages,
     read_records,

@@ -23,8 +23,9 @@ from transformers import (
 from embeddings.common import InputError, TextSettings
 from embeddings.common.errors import shown
 from embeddings.common.io import check_file
+from embeddings.common.process import quiet_transformers
 from embeddings.common.text import LENGTHS, one_line
-from embeddings.models.backbone import load_model, num_positions, quiet_transformers, read_tokenizer
+from embeddings.models.backbone import load_model, num_positions, read_tokenizer
 from embeddings.models.directory import read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel

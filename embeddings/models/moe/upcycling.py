@@ -20,7 +20,8 @@ from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertCon
 from embeddings.common import OptionError
 from embeddings.common.distributed import count_values, full_shape
 from embeddings.common.own_folder import replaced_folder, require_replaceable
-from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_backbone, quiet_transformers
+from embeddings.common.process import quiet_transformers
+from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_backbone
 from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
 from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.experts import (
