@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,36 +33,23 @@ _NAME_LENGTH = 48
 Vectors = npt.NDArray[np.floating[Any]]
 
 
-class Plane(NamedTuple):
-    """The first two principal axes of vectors: mean, unit axes and shares of the variance."""
+def principal_plane(vector_ND: Vectors) -> Any:
+    """A fitted `sklearn.decomposition.PCA` of two axes; the largest entry of an axis is positive."""
+    from sklearn.decomposition import PCA  # slow to import
 
-    mean_D: npt.NDArray[np.float64]
-    axis_2D: npt.NDArray[np.float64]
-    share_2: npt.NDArray[np.float64]
+    # Each row is given twice, because `PCA` refuses a single one. Equal rows have no variance to share.
+    with np.errstate(invalid="ignore"):
+        return PCA(2, svd_solver="full").fit(np.repeat(vector_ND.astype(np.float64), 2, axis=0))
 
-    @classmethod
-    def of(cls, vector_ND: Vectors) -> Self:
-        """The plane of vectors (N, D); the sign of an axis makes its largest entry positive."""
-        mean_D = vector_ND.mean(axis=0, dtype=np.float64)
-        _, spread_K, axis_KD = np.linalg.svd(vector_ND - mean_D, full_matrices=False)
-        axis_2D, share_2 = np.zeros((2, len(mean_D))), np.zeros(2)
-        num_axes = min(2, len(axis_KD))
-        axis_2D[:num_axes] = axis_KD[:num_axes]
-        share_2[:num_axes] = spread_K[:num_axes] ** 2 / max(float((spread_K**2).sum()), 1e-300)
-        largest_2 = axis_2D[np.arange(2), np.abs(axis_2D).argmax(axis=1)]
-        return cls(mean_D, np.where(largest_2[:, None] < 0, -axis_2D, axis_2D), share_2)
 
-    def points(self, vector_ND: Vectors) -> npt.NDArray[np.float64]:
-        point_N2: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
-        return point_N2
-
-    def name_axes(self, axis: Any) -> None:
-        """Label the axes of a plot with their shares of the variance, and scale them equally."""
-        axis.set_xlabel(f"first principal axis ({self.share_2[0]:.1%} of the variance)", size=9)
-        axis.set_ylabel(f"second principal axis ({self.share_2[1]:.1%} of the variance)", size=9)
-        axis.set_aspect("equal", adjustable="datalim")
-        axis.tick_params(labelsize=8)
-        plain_axes(axis)
+def name_axes(axis: Any, plane: Any) -> None:
+    """Label the axes of a plot with their shares of the variance, and scale them equally."""
+    first, second = np.nan_to_num(plane.explained_variance_ratio_)
+    axis.set_xlabel(f"first principal axis ({first:.1%} of the variance)", size=9)
+    axis.set_ylabel(f"second principal axis ({second:.1%} of the variance)", size=9)
+    axis.set_aspect("equal", adjustable="datalim")
+    axis.tick_params(labelsize=8)
+    plain_axes(axis)
 
 
 class ClusterFacts(NamedTuple):
@@ -131,8 +118,8 @@ def draw_clusters(points: ClusterPoints, title: str, subtitle: str, output: Path
     """Plot rows of at most 20 clusters on their first two principal axes, with a colour and a number per cluster."""
     assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
-    plane = Plane.of(points.vector_ND)
-    point_N2, mean_K2 = plane.points(points.vector_ND), plane.points(points.mean_KD)
+    plane = principal_plane(points.vector_ND)
+    point_N2, mean_K2 = plane.transform(points.vector_ND), plane.transform(points.mean_KD)
     figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
     colours = list(map(colour_of, range(len(points.clusters))))
     for index, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
@@ -142,7 +129,7 @@ def draw_clusters(points: ClusterPoints, title: str, subtitle: str, output: Path
     for cluster, colour, (x, y) in zip(points.clusters, colours, mean_K2.tolist(), strict=True):
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": colour, "linewidth": 1.2, "alpha": 0.85}
         axis.text(x, y, str(cluster), size=8, color=BLACK, ha="center", va="center", bbox=box)
-    plane.name_axes(axis)
+    name_axes(axis, plane)
     figure.legend(loc="outside right upper", title="cluster (rows)", frameon=False, markerscale=2, fontsize=9)
     write_heading(figure, axis, title, subtitle, 88)
     write_png(figure, output)
@@ -166,9 +153,9 @@ def draw_contextual_shift(
     from matplotlib.lines import Line2D
 
     num_contexts, num_documents, size = shift.vector_CND.shape
-    plane = Plane.of(shift.vector_CND.reshape(-1, size))
-    point_CN2 = plane.points(shift.vector_CND.reshape(-1, size)).reshape(num_contexts, num_documents, 2)
-    alone_N2 = plane.points(shift.alone_ND)
+    plane = principal_plane(shift.vector_CND.reshape(-1, size))
+    point_CN2 = plane.transform(shift.vector_CND.reshape(-1, size)).reshape(num_contexts, num_documents, 2)
+    alone_N2 = plane.transform(shift.alone_ND)
     figure, axis = plt.subplots(figsize=(9, 6.5 + 0.1 * (num_documents + len(corpus_names) + 2)), layout="constrained")
     handles = []
     for document, name in enumerate(names):
@@ -182,7 +169,7 @@ def draw_contextual_shift(
         label = f"contexts of {drawn_label(corpus_name, _NAME_LENGTH)}"
         handles.append(Line2D([], [], color=BLACK, marker=marker, linestyle="", label=label))
     handles.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
-    plane.name_axes(axis)
+    name_axes(axis, plane)
     write_heading(figure, axis, title, subtitle, 110)
     legend = figure.legend(handles=handles, loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
     for text in legend.get_texts():

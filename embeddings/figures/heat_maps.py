@@ -1,6 +1,6 @@
 """HTML pages of shaded cells: expert loads, latent weights, and texts whose tokens are shaded by weight."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,12 +58,6 @@ def busiest_latents(texts: Sequence[LatentWeights], max_latents: int) -> list[in
     return order
 
 
-def spread(weight_R: npt.NDArray[np.float32]) -> float:
-    """The effective number of latents of a weight: the exponential of its entropy, 1 to R."""
-    positive = weight_R[weight_R > 0].astype(np.float64)
-    return float(np.exp(-(positive * np.log(positive)).sum()))
-
-
 def token_name(text: str, span: TokenSpan) -> str:
     return span.token if span.is_special else text[span.start : span.end].strip() or SPACE
 
@@ -88,10 +82,12 @@ def text_map(texts: Sequence[LatentWeights], num_columns: int) -> HeatMap:
 
 
 def _latent_map(caption: str, names: Sequence[str], row_NR: npt.NDArray[np.float32], latents: list[int]) -> HeatMap:
-    shown_NC = row_NR[:, latents]
+    shown_NC, share_NR = row_NR[:, latents], row_NR.astype(np.float64)
+    entropy_N = -(share_NR * np.log(np.maximum(share_NR, 1e-300))).sum(axis=1)
     statistics = {
         "others": [f"{max(0.0, 1 - shown):.1%}" for shown in shown_NC.sum(axis=1).tolist()],
-        "spread": [f"{spread(weight_R):.1f}" for weight_R in row_NR],
+        # The effective number of latents.
+        "spread": [f"{number:.1f}" for number in np.exp(entropy_N).tolist()],
     }
     return HeatMap(caption, names, latents, shown_NC, statistics)
 
@@ -107,33 +103,42 @@ _COLOURS = np.array([(255, 255, 255), (255, 237, 160), (254, 178, 76), (252, 78,
 _SCALE_STEPS = 24
 
 
-class WeightedPiece(NamedTuple):
-    """A token, or several that share characters: their text (a special token's name), position and sum of weights."""
+class Piece(NamedTuple):
+    """A part of a text. `value` is a token's weight relative to the mean, None for what is not pooled."""
 
     text: str
-    start: int
-    end: int
-    weight: float
-    num_tokens: int
-    is_special: bool
-    is_pooled: bool
+    value: float | None = None
+    hint: str = ""
+    is_special: bool = False
 
 
-def weighted_pieces(weights: TokenWeights) -> list[WeightedPiece]:
-    """The tokens of a text as its characters, in order; byte-level tokens that share a character are merged."""
-    pieces: list[WeightedPiece] = []
-    rows = zip(weights.spans, weights.weight_T.tolist(), weights.pooled_T.tolist(), strict=True)
-    for span, weight, is_pooled in rows:
-        last = pieces[-1] if pieces else None
+def pieces_of(weights: TokenWeights) -> list[Piece]:
+    """The complete text in order; byte-level tokens that share a character are one piece."""
+    tokens: list[tuple[TokenSpan, list[int]]] = []
+    for index, span in enumerate(weights.spans):
+        last = tokens[-1][0] if tokens else None
         if last is not None and not (last.is_special or span.is_special) and span.start < last.end:
-            pieces.pop()
-            start, end = min(last.start, span.start), max(last.end, span.end)
-            count, total, is_pooled = last.num_tokens + 1, last.weight + weight, last.is_pooled or is_pooled
+            both = last._replace(start=min(last.start, span.start), end=max(last.end, span.end))
+            tokens[-1] = both, [*tokens[-1][1], index]
         else:
-            (start, end), count, total = span[1:3], 1, weight
-        text = span.token if span.is_special else weights.text[start:end]
-        pieces.append(WeightedPiece(text, start, end, total, count, span.is_special, is_pooled))
-    return pieces
+            tokens.append((span, [index]))
+    pieces, end, num_pooled = list[Piece](), 0, int(np.count_nonzero(weights.pooled_T))
+    for span, indices in tokens:
+        weight, value, hint = float(weights.weight_T[indices].sum()), None, "not pooled" if span.is_special else ""
+        if weights.pooled_T[indices].any():
+            value = weight / len(indices) * num_pooled
+            hint = f"weight {weight:.4f}, {value:.2f} times the mean"
+        if span.is_special:
+            share = "" if value is None else f"{weight:.1%}"
+            pieces.append(Piece(f"{span.token} {share}", value, hint, True))
+            continue
+        text = weights.text[span.start : span.end]
+        blank = len(text) - len(text.lstrip(" \t")) if text.strip() else 0
+        pieces.append(Piece(weights.text[end : span.start + blank]))
+        pieces.append(Piece(text[blank:].replace("\n", f"{LINE_BREAK}\n"), value, hint))
+        end = max(end, span.end)
+    rest = weights.text[end:]
+    return [*pieces, Piece(f"{rest[:80]} …" if rest.strip() else "")]
 
 
 def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str, output: Path) -> None:
@@ -141,36 +146,23 @@ def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str,
 
     Source: MGH, Fig. 5, lower part. Differs: shades are weights relative to their mean.
     """
-    shaded = [list(_pieces(weights)) for weights in texts]
-    max_value = max((piece["value"] or 0.0 for pieces in shaded for piece in pieces), default=0.0) or 1e-12
-    for piece in (piece for pieces in shaded for piece in pieces if piece["value"] is not None):
-        # By the square root, so that small values differ beside one large one.
-        piece["style"] = _style((piece["value"] / max_value) ** 0.5)
-    captioned = [{"pieces": pieces, "caption": _caption(text)} for pieces, text in zip(shaded, texts, strict=True)]
+    pieces_by_text = list(map(pieces_of, texts))
+    max_value = max((piece.value or 0.0 for pieces in pieces_by_text for piece in pieces), default=0.0) or 1e-12
+    # By the square root, so that small values differ beside one large one.
+    shaded = [
+        {
+            "pieces": [
+                (piece, "" if piece.value is None else _style((piece.value / max_value) ** 0.5)) for piece in pieces
+            ],
+            "caption": _caption(weights),
+        }
+        for pieces, weights in zip(pieces_by_text, texts, strict=True)
+    ]
     meaning = (
         "weight of a token relative to the mean of its text's tokens (mean pooling: 1 for all), by the square root"
     )
     scale = {"largest": f"{max_value:.2g}", "meaning": meaning}
-    write_page(output, "heat_maps.html", title=title, subtitle=subtitle, texts=captioned, scale=_scale(), **scale)
-
-
-def _pieces(weights: TokenWeights) -> Iterator[dict[str, Any]]:
-    """The complete text in order: tokens with value, text between them, and special tokens with their share."""
-    end, num_pooled = 0, int(np.count_nonzero(weights.pooled_T))
-    for piece in weighted_pieces(weights):
-        value = piece.weight / piece.num_tokens * num_pooled if piece.is_pooled else None
-        hint = f"weight {piece.weight:.4f}, {value:.2f} times the mean" if value is not None else "not pooled"
-        entry: dict[str, Any] = {"value": value, "is_special": piece.is_special, "hint": hint, "style": ""}
-        if piece.is_special:
-            yield {**entry, "text": piece.text, "share": f"{piece.weight:.1%}" if piece.is_pooled else ""}
-            continue
-        text = weights.text[piece.start : piece.end]
-        blank = len(text) - len(text.lstrip(" \t")) if text.strip() else 0
-        yield {"value": None, "is_special": False, "hint": "", "text": weights.text[end : piece.start + blank]}
-        yield {**entry, "text": text[blank:].replace("\n", f"{LINE_BREAK}\n")}
-        end = max(end, piece.end)
-    rest = weights.text[end:]
-    yield {"value": None, "is_special": False, "hint": "", "text": f"{rest[:80]} …" if rest.strip() else ""}
+    write_page(output, "heat_maps.html", title=title, subtitle=subtitle, texts=shaded, scale=_scale(), **scale)
 
 
 def _scale() -> list[str]:

@@ -7,10 +7,10 @@ from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.clusters import (
     ClusterPoints,
-    Plane,
     draw_cluster_points,
     draw_clusters,
     draw_contextual_shift,
+    principal_plane,
 )
 from embeddings.inference import ContextualShift
 from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
@@ -56,8 +56,8 @@ def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
     points = points_of(3)
     figure = drawn(points)
     (axis,) = figure.axes
-    plane = Plane.of(points.vector_ND)
-    expected = plane.points(points.vector_ND)
+    plane = principal_plane(points.vector_ND)
+    expected = plane.transform(points.vector_ND)
     assert len(axis.collections) == 3
     for place, dots in enumerate(axis.collections):
         np.testing.assert_allclose(np.asarray(dots.get_offsets()), expected[4 * place : 4 * place + 4], atol=1e-6)
@@ -68,7 +68,7 @@ def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
     (legend,) = figure.legends
     wanted = ["100000 (1,234,567)", "100001 (1,234,567)", "100002 (1,234,567)"]
     assert [text.get_text() for text in legend.get_texts()] == wanted
-    assert axis.get_xlabel().startswith(f"first principal axis ({plane.share_2[0]:.1%}")
+    assert axis.get_xlabel().startswith(f"first principal axis ({plane.explained_variance_ratio_[0]:.1%}")
     assert figure.get_suptitle() == "A $title$"
 
 
@@ -108,16 +108,18 @@ def test_facts_are_those_of_a_loop():
 def test_the_plane_is_that_of_the_largest_eigenvalues():
     rng = np.random.default_rng(0)
     vectors = (rng.normal(size=(50, 6)) * [1, 5, 1, 3, 1, 0.5] + 7).astype(np.float32)
-    plane = Plane.of(vectors)
+    plane = principal_plane(vectors)
     values, axes = np.linalg.eigh(np.cov(vectors.T.astype(np.float64)))
-    np.testing.assert_allclose(plane.share_2, values[::-1][:2] / values.sum(), rtol=1e-6)
-    np.testing.assert_allclose(np.abs(plane.axis_2D @ axes[:, ::-1][:, :2]), np.eye(2), atol=1e-6)
-    points = plane.points(vectors)
-    np.testing.assert_allclose(points, (vectors - vectors.mean(0)) @ plane.axis_2D.T, atol=1e-4)
+    np.testing.assert_allclose(plane.explained_variance_ratio_, values[::-1][:2] / values.sum(), rtol=1e-6)
+    np.testing.assert_allclose(np.abs(plane.components_ @ axes[:, ::-1][:, :2]), np.eye(2), atol=1e-6)
+    points = plane.transform(vectors)
+    np.testing.assert_allclose(points, (vectors - vectors.mean(0)) @ plane.components_.T, atol=1e-4)
     np.testing.assert_allclose(points.var(axis=0, ddof=1), values[::-1][:2], rtol=1e-5)
-    assert (plane.axis_2D[np.arange(2), np.abs(plane.axis_2D).argmax(1)] > 0).all()
+    assert (plane.components_[np.arange(2), np.abs(plane.components_).argmax(1)] > 0).all()
+    # A single vector has a place too.
+    np.testing.assert_allclose(principal_plane(vectors[:1]).transform(vectors[:1]), np.zeros((1, 2)), atol=1e-6)
     # Mirrored vectors have the same axes.
-    np.testing.assert_allclose(Plane.of(-vectors).axis_2D, plane.axis_2D, atol=1e-6)
+    np.testing.assert_allclose(principal_plane(-vectors).components_, plane.components_, atol=1e-6)
 
 
 def shift_of(num_documents, num_contexts):
@@ -131,13 +133,13 @@ def test_documents_have_colours_corpora_have_markers_and_no_context_is_a_cross(s
     shift = shift_of(2, 3)
     figure = shifted(shift, ["first $x$ text", "second"], ["wiki", "wiki", "code"])
     (axis,) = figure.axes
-    plane = Plane.of(shift.vector_CND.reshape(6, 8))
+    plane = principal_plane(shift.vector_CND.reshape(6, 8))
     dots = [np.asarray(collection.get_offsets()) for collection in axis.collections]
     for document in range(2):
         own = dots[3 * document : 3 * document + 3]
-        np.testing.assert_allclose(own[0], plane.points(shift.vector_CND[:2, document]), atol=1e-6)
-        np.testing.assert_allclose(own[1], plane.points(shift.vector_CND[2:, document]), atol=1e-6)
-        np.testing.assert_allclose(own[2], plane.points(shift.alone_ND[document][None]), atol=1e-6)
+        np.testing.assert_allclose(own[0], plane.transform(shift.vector_CND[:2, document]), atol=1e-6)
+        np.testing.assert_allclose(own[1], plane.transform(shift.vector_CND[2:, document]), atol=1e-6)
+        np.testing.assert_allclose(own[2], plane.transform(shift.alone_ND[document][None]), atol=1e-6)
         colours = {tuple(c.get_edgecolor()[0][:3]) for c in axis.collections[3 * document : 3 * document + 3]}
         assert len(colours) == 1
     assert len({tuple(collection.get_edgecolor()[0][:3]) for collection in axis.collections}) == 2

@@ -14,7 +14,6 @@ from embeddings.figures.heat_maps import (
     expert_map,
     latent_maps,
     text_map,
-    weighted_pieces,
     write_heat_maps,
 )
 from embeddings.inference import ExpertLoads, LatentWeights, TokenWeights
@@ -145,8 +144,6 @@ def test_the_largest_weight_is_darkest_and_a_prompt_is_not_shaded(tmp_path):
 
 def test_tokens_of_one_character_are_merged(tmp_path):
     split = weighted("東a", [("æ", 0, 1), ("Ŀ", 0, 1), ("±", 0, 1), ("a", 1, 2)], [0.1, 0.2, 0.3, 0.4])
-    found = [(piece.text, round(piece.weight, 4), piece.num_tokens) for piece in weighted_pieces(split)]
-    assert found == [("東", 0.6, 3), ("a", 0.4, 1)]
     (spans,), _, _ = page_of(split, tmp_path=tmp_path)
     assert [(letters, hint) for _, hint, letters in spans] == [
         ("東", "weight 0.6000, 0.80 times the mean"), ("a", "weight 0.4000, 1.60 times the mean"),
