@@ -22,7 +22,7 @@ from embeddings.common.process import is_first_process, logger
 from embeddings.common.protocols import RunData, run_data
 from embeddings.common.text import LENGTHS
 from embeddings.models import Embedder, LanguageModel
-from embeddings.models.model_card import check_licence, keeps_card, write_model_card
+from embeddings.models.model_card import check_licence, write_model_card
 from embeddings.training.strategy import training_strategy
 
 
@@ -270,11 +270,10 @@ class ExportModel(_Export):
         embedder, record, output = embedder_of(module, self), RunRecord.of(trainer), Path(self.output).expanduser()
         embedder.text = self._with_lengths(embedder.text)
         embedder.save_pretrained(folder, card=False)
-        if not keeps_card(output):
-            for logger_of_run in trainer.loggers:
-                logger_of_run.save()  # the card shows the validation scores
-            facts = record.facts(num_steps) if record else None
-            write_model_card(folder, embedder, facts, licence=self.licence, location=output)
+        for logger_of_run in trainer.loggers:
+            logger_of_run.save()  # the card shows the validation scores
+        facts = record.facts(num_steps) if record else None
+        write_model_card(folder, embedder, facts, licence=self.licence, location=output)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
         lengths: dict[str, Any] = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}

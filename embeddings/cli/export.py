@@ -34,7 +34,6 @@ from embeddings.models.lora import save_adapters
 from embeddings.models.model_card import (
     TrainingFacts,
     check_licence,
-    keeps_card,
     push_to_hub,
     read_scores,
     write_model_card,
@@ -71,7 +70,8 @@ def export(
     check_licence("licence", licence)
     if not checkpoint.exists():
         raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
-    results = [] if scores is None else read_scores(scores)
+    if scores is not None:
+        read_scores(scores)
     state = read_checkpoint(checkpoint)
     module: Any = configured_module(state, str(checkpoint), explain=reason)
     set_weights(module, state, str(checkpoint))
@@ -105,9 +105,7 @@ def export(
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
         if scores is not None:
             shutil.copyfile(scores, new / SCORES_FILE)
-        if not keeps_card(output):
-            facts = facts_of_checkpoint(state, run)
-            write_model_card(new, embedder, facts, scores=results, licence=licence, location=output)
+        write_model_card(new, embedder, facts_of_checkpoint(state, run), licence=licence, location=output)
     print(*lines, sep="\n")
 
 

@@ -18,7 +18,7 @@ from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import is_causal
 from embeddings.models.directory import ModelParts, is_contextual, read_model_directory, write_model_directory
-from embeddings.models.model_card import keeps_card, write_model_card
+from embeddings.models.model_card import write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling, plain_backbone, without_cache
 from embeddings.models.poolings import own_pooling_source
@@ -260,7 +260,7 @@ class Embedder(nn.Module):
         target = Path(folder).expanduser()
         with replaced_folder(target) as new:
             write_model_directory(new, self.backbone, self.tokenizer, self._parts())
-            if card and not keeps_card(target):
+            if card:
                 write_model_card(new, self, location=target)
 
     def _parts(self) -> ModelParts:

@@ -82,17 +82,17 @@ def write_model_card(
     embedder: Embedder,
     facts: TrainingFacts | ImportFacts | None = None,
     *,
-    scores: Sequence[Mapping[str, Any]] = (),
     licence: str | None = None,
-    location: str | os.PathLike[str] | None = None,
+    location: Path | None = None,
 ) -> None:
-    """Write the card of a model directory, unless it has one that the user wrote or changed.
+    """Write the card of a model directory with the scores of its `scores.json`.
 
-    `scores` are by default those of `scores.json`; `location` is the folder that the card's commands load.
+    `location` is the folder that `folder` will replace, and that the card's commands load. A card in it that the user
+    wrote or changed is kept.
     """
-    if keeps_card(folder):
-        return
     location = folder if location is None else location
+    if keeps_card(location):
+        return
     training = facts if isinstance(facts, TrainingFacts) else None
     origin = facts if isinstance(facts, ImportFacts) else None
     sources = [] if training is None else _sources(training.config)
@@ -111,8 +111,8 @@ def write_model_card(
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        name=plain(Path(location).expanduser().resolve().name),
-        location=repr(os.fspath(location)),
+        name=plain(location.resolve().name),
+        location=repr(str(location)),
         model=embedder,
         pooling=pooling_name(embedder.pooling).rpartition(".")[2].replace("_", " "),
         needs_code=needs_code,
@@ -126,14 +126,13 @@ def write_model_card(
         has_curves=(folder / CURVES_FILE).is_file(),
         licence=licence and plain(licence),
     )
-    if not scores and (folder / SCORES_FILE).is_file():
+    _save(card, folder)
+
+
+def _save(card: ModelCard, folder: Path) -> None:
+    """Write a card, with the scores of `scores.json` in its header and in its last section."""
+    if (folder / SCORES_FILE).is_file():
         scores = read_scores(folder / SCORES_FILE)
-    _save(card, folder, scores)
-
-
-def _save(card: ModelCard, folder: Path, scores: Sequence[Mapping[str, Any]]) -> None:
-    """Write a card, with the scores in its header and in its last section."""
-    if scores:
         name = next(line for line in card.text.splitlines() if line.startswith("# "))
         data: Any = card.data
         data.model_name = re.sub(r"\\(.)", r"\1", name.removeprefix("# "))
@@ -151,7 +150,7 @@ def add_scores(folder: Path) -> bool:
     """Add the scores of `scores.json` to a directory's generated card; returns whether the card shows them."""
     if not (folder / SCORES_FILE).is_file() or not is_own_card(folder / CARD_FILE):
         return False
-    _save(ModelCard.load(folder / CARD_FILE), folder, read_scores(folder / SCORES_FILE))
+    _save(ModelCard.load(folder / CARD_FILE), folder)
     record_files(folder, SCORES_FILE)
     return True
 
@@ -165,9 +164,9 @@ def keeps_card(folder: Path) -> bool:
     return True
 
 
-def plain(value: object, limit: int = _MAX_CHARACTERS) -> str:
+def plain(value: object) -> str:
     """A value as one printable line of escaped Markdown."""
-    return re.sub(r"([\\`*_{}\[\]<>|#!~&$])", r"\\\1", one_line(str(value), limit))
+    return re.sub(r"([\\`*_{}\[\]<>|#!~&$])", r"\\\1", one_line(str(value), _MAX_CHARACTERS))
 
 
 def code(value: str) -> str:

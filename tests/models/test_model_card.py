@@ -1,6 +1,7 @@
 """The card of a model directory, and its upload to the Hub."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -61,8 +62,10 @@ def embedder(**text):
     return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=settings, trained_widths=(32, 8)).eval()
 
 
-def card(folder, model, *arguments, **options):
+def card(folder, model, *arguments, scores=None, **options):
     model.save_pretrained(folder)
+    if scores is not None:
+        (folder / "scores.json").write_text(json.dumps(scores))
     write_model_card(folder, model, *arguments, **options)
     return (folder / "README.md").read_text()
 
@@ -127,7 +130,7 @@ def test_the_card_states_the_training_its_data_and_the_scores(tmp_path):
 def test_the_card_of_an_imported_model_states_its_sources(tmp_path):
     bases = ("org/base", "/secret/place/decoder")
     origin = ImportFacts("org/model", "abc|", bases, "LLM2Vec's adapters", None, 1234, 0)
-    text = card(tmp_path / "model", embedder(), origin, licence="mit", location="mine")
+    text = card(tmp_path / "model", embedder(), origin, licence="mit", location=Path("mine"))
     assert front_matter(text)["base_model"] == ["org/model", "org/base"]
     assert front_matter(text)["license"] == "mit"
     assert_has(

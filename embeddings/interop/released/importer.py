@@ -21,7 +21,7 @@ from embeddings.models.backbone import load_tokenizer
 from embeddings.models.directory import is_contextual
 from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
-from embeddings.models.model_card import ImportFacts, keeps_card, stated_licence, write_model_card
+from embeddings.models.model_card import ImportFacts, stated_licence, write_model_card
 from embeddings.models.model_files import IMPORT_FILE, origin_of, resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 from embeddings.models.pooling import MeanPooling, plain_backbone
@@ -64,14 +64,12 @@ def import_released(
     with replaced_folder(target) as new:
         if isinstance(imported.model, Embedder):
             imported.model.save_pretrained(new, card=False)
+            counts = (len(imported.report.used), len(imported.report.left))
+            origin = ImportFacts(source, revision, tuple(base), imported.family, imported.used_as, *counts)
+            write_model_card(new, imported.model, origin, licence=stated_licence(folder), location=target)
         else:
             imported.model.save_pretrained(new)
         write_json(new / IMPORT_FILE, {**record, "used": imported.report.used, "left": imported.report.left})
-        if isinstance(imported.model, Embedder) and not keeps_card(target):
-            counts = (len(imported.report.used), len(imported.report.left))
-            origin = ImportFacts(source, revision, tuple(base), imported.family, imported.used_as, *counts)
-            licence = stated_licence(folder)
-            write_model_card(new, imported.model, origin, licence=licence, location=target)
     return imported
 
 
