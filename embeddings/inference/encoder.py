@@ -27,7 +27,8 @@ from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, cpu_flags
-from embeddings.models.embedder import Embedder, load_embedder
+from embeddings.models.contextual import load_embedder
+from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
 
 Vectors = npt.NDArray[np.float32]

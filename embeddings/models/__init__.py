@@ -3,8 +3,8 @@
 from embeddings.models.anchor_token import AnchorTokenPooling
 from embeddings.models.backbone import BackboneConfig, keep_layers, load_backbone
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
-from embeddings.models.contextual import ContextualEmbedder
-from embeddings.models.embedder import Embedder, load_embedder
+from embeddings.models.contextual import ContextualEmbedder, load_embedder
+from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import FromScratch, HeadSettings, LanguageModel
 from embeddings.models.latent_attention import LatentAttentionPooling, SelfAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora

@@ -1,5 +1,6 @@
 """A contextual embedding model: a text's vector depends on documents of its corpus."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,11 +29,12 @@ from embeddings.models.context_layers import (
 from embeddings.models.directory import (
     ContextForm,
     ModelParts,
+    is_contextual,
     read_context_options,
     read_model_directory,
 )
 from embeddings.models.embedder import Embedder
-from embeddings.models.model_files import load_weights
+from embeddings.models.model_files import load_weights, resolve_model
 from embeddings.models.pooling import MeanPooling, evaluating, learned_positions, plain_backbone
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, unpadding_of
 
@@ -250,6 +252,17 @@ class ContextualEmbedder(Embedder):
 
     def context_parts(self) -> ContextParts:
         return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.has_positions, self.residual)
+
+
+def load_embedder(
+    name: str | os.PathLike[str],
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Embedder:
+    """Load a directory or Hub id as an `Embedder` or `ContextualEmbedder`; arguments as in `from_pretrained`."""
+    kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
+    return kind.from_pretrained(name, revision, device, dtype)
 
 
 def check_dropout(fraction: float, has_null: bool, option: str) -> None:

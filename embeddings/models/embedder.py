@@ -17,7 +17,7 @@ from embeddings.common.text import LENGTHS, Similarity
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import is_causal
-from embeddings.models.directory import ModelParts, is_contextual, read_model_directory, write_model_directory
+from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.model_card import write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling, plain_backbone, without_cache
@@ -266,19 +266,6 @@ class Embedder(nn.Module):
     def _parts(self) -> ModelParts:
         names = ("pooling", "head", "normalize", "text", "trained_widths", "norm", "similarity")
         return ModelParts(**{name: getattr(self, name) for name in names})
-
-
-def load_embedder(
-    name: str | os.PathLike[str],
-    revision: str | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Embedder:
-    """Load a directory or Hub id as an `Embedder` or `ContextualEmbedder`; arguments as in `from_pretrained`."""
-    from embeddings.models.contextual import ContextualEmbedder  # a subclass of Embedder
-
-    kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
-    return kind.from_pretrained(name, revision, device, dtype)
 
 
 def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:

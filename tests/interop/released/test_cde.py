@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from embeddings.cli.main import main
 from embeddings.common import InputError, OptionError
 from embeddings.interop.released.cde import load
-from embeddings.models import BackboneConfig, load_embedder
+from embeddings.models import BackboneConfig
+from embeddings.models.contextual import load_embedder
 from embeddings.modules import CDEModule
 from embeddings.modules.cde import ContextSettings
 from tests.helpers.tiny import wordpiece_tokenizer
