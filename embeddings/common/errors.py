@@ -4,8 +4,7 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import requires
 from pathlib import Path
 from types import ModuleType
@@ -134,17 +133,6 @@ class PreemptedError(SystemExit):
 def is_panic(error: BaseException) -> bool:
     """Whether a Rust library has panicked; its class does not inherit `Exception`."""
     return type(error).__name__ == "PanicException"
-
-
-@contextmanager
-def rust_panics_as_errors() -> Iterator[None]:
-    """Inside, a panic of a Rust library becomes a RuntimeError."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise RuntimeError(str(error)) from error
 
 
 def shown(value: object, limit: int = 60) -> str:

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import require, rust_panics_as_errors, shown
+from embeddings.common.errors import is_panic, require, shown
 from embeddings.common.io import check_file, read_json_or_empty
 from embeddings.common.process import quiet_transformers
 from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
@@ -350,12 +350,13 @@ def read_tokenizer(folder: Path, kind: Any = None) -> PreTrainedTokenizerBase:
         # transformers would create an empty one and continue.
         raise InputError(str(folder), "does not contain a tokenizer", "save one beside the model")
     try:
-        with rust_panics_as_errors():
-            tokenizer = load_tokenizer_files(folder, kind)
-            # Some files fail or make the library panic only when it tokenises a text with unknown characters.
-            tokenizer("a 1 é")
+        tokenizer = load_tokenizer_files(folder, kind)
+        # Some files fail or make the library panic only when it tokenises a text with unknown characters.
+        tokenizer("a 1 é")
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         what = f"tokenizer cannot be read: {_first_line(error)}"
         raise InputError(str(folder), what, "take a complete copy") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)

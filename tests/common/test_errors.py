@@ -14,7 +14,6 @@ from embeddings.common.errors import (
     OptionError,
     UserError,
     require,
-    rust_panics_as_errors,
 )
 
 
@@ -34,19 +33,6 @@ def test_an_error_has_one_line_and_survives_pickling(error, line, code):
     assert type(copied) is type(error)
     assert str(copied) == str(error) == line
     assert (copied.args, copied.exit_code) == (error.args, code)
-
-
-class PanicException(BaseException):
-    """Has the name of the exception that Rust libraries raise."""
-
-
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [(PanicException("index"), RuntimeError), (KeyboardInterrupt("stop"), KeyboardInterrupt)],
-)
-def test_only_a_panic_becomes_an_error(error, raised):
-    with pytest.raises(raised, match=str(error)), rust_panics_as_errors():
-        raise error
 
 
 def test_only_a_missing_library_raises_an_error_that_names_its_extra(tmp_path, monkeypatch):

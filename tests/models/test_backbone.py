@@ -28,6 +28,7 @@ from embeddings.models.bidirectional import layers
 from embeddings.models.lora import merged_state_dict
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyStep, random_batch, relative_error
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.tiny import (
     bpe_tokenizer,
     save_backbone,
@@ -175,6 +176,12 @@ def test_a_tokenizer_that_panics_is_refused_in_one_line(bert, part, value, says)
     file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
     with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
         load_backbone(BackboneConfig(str(bert)))
+
+
+def test_ctrl_c_is_no_damage_of_a_tokenizer(bert, monkeypatch):
+    monkeypatch.setattr(layers_module, "load_tokenizer_files", interrupted_at(print))
+    with pytest.raises(KeyboardInterrupt):
+        read_tokenizer(bert)
 
 
 @pytest.mark.parametrize(
