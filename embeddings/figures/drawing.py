@@ -1,15 +1,19 @@
-"""Shared helpers of figures: output files, HTML pages, headings, and line styles of runs."""
+"""What all figures share, output files, HTML pages, headings and styles, and the plots of runs over optimiser steps."""
 
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embeddings.common.errors import require
-from embeddings.common.io import GENERATOR, atomic_path, require_own_output, write_text
+from embeddings.common.errors import InputError, require
+from embeddings.common.io import GENERATOR, atomic_path, require_own_output, steps_made, write_text
 from embeddings.common.text import shorten
+from embeddings.figures.run_facts import LOSS, SCORE, metrics_path, read_curves
 
+ENTROPY, IDLE = "routing/load_entropy", "routing/idle_experts"
+# Number of logged values in the running mean of the loss.
+WINDOW = 8
 GREY, BLACK = "#777777", "#1a1a1a"
 MAX_NAME_LENGTH = 70
 # The first ten lines are solid, the next ten dashed, and so on.
@@ -53,7 +57,7 @@ def write_page(output: Path, template: str, **values: Any) -> None:
 
 
 def drawn_label(text: str, length: int) -> str:
-    return shorten(" ".join(text.split()), length) or "…"
+    return shorten(text, length) or "…"
 
 
 def write_heading(figure: Any, axis: Any, title: str, subtitle: str, num_columns: int) -> None:
@@ -89,3 +93,47 @@ def line_style(number: int) -> dict[str, Any]:
 def colour_of(number: int) -> Any:
     """One of twenty distinguishable colours."""
     return pyplot().get_cmap("tab20")((2 * number) % 20 + (number >= 10))
+
+
+def draw_curves(runs: Sequence[Path], output: Path) -> None:
+    """Plot the loss of runs and, if any run logged it, their validation nDCG@10, over the optimiser steps."""
+    labels = {LOSS: f"training loss\n(bold: mean of {WINDOW} logged values)", SCORE: "validation nDCG@10"}
+    _draw(runs, labels, "name a run that logged its loss", output)
+
+
+def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
+    """Plot the load entropy (mean over sparse layers) and the idle experts that `RoutingStatistics` logged."""
+    labels = {
+        ENTROPY: "load entropy, mean of layers\n(1: all experts loaded equally)",
+        IDLE: "idle experts, sum of layers",
+    }
+    _draw(runs, labels, "name a run with the callback RoutingStatistics", output)
+
+
+def _draw(runs: Sequence[Path], labels: Mapping[str, str], hint: str, output: Path) -> None:
+    """Plot columns of runs, one panel each; every run must have logged the first column."""
+    required = next(iter(labels))
+    curves_of_runs = [read_curves(run) for run in runs]
+    for run, curves in zip(runs, curves_of_runs, strict=True):
+        if not curves[required][0]:
+            raise InputError(str(metrics_path(run)), f"has no {required!r}", hint)
+    columns = [column for column in labels if any(curves[column][0] for curves in curves_of_runs)]
+    size = (7.5, 0.8 + 2.6 * len(columns) + 0.22 * len(runs))
+    figure, axes = pyplot().subplots(len(columns), 1, sharex=True, figsize=size, layout="constrained", squeeze=False)
+    for column, axis in zip(columns, axes.flat, strict=True):
+        for number, (name, curves) in enumerate(zip(run_names(runs), curves_of_runs, strict=True)):
+            steps, values = [steps_made(column, step) for step in curves[column][0]], curves[column][1]
+            # A single point would draw no line.
+            style = line_style(number) | ({"marker": "o", "markersize": 3.5} if len(steps) <= 40 else {})
+            if column == LOSS:
+                axis.plot(steps, values, **{**style, "linewidth": 0.8}, alpha=0.35)
+                values = [
+                    sum(values[max(0, end - WINDOW) : end]) / min(end, WINDOW) for end in range(1, len(steps) + 1)
+                ]
+            axis.plot(steps, values, **style, label=line_label(name) if column == required else None)
+        axis.set_ylabel(labels[column])
+    plain_axes(*axes.flat)
+    axes[-1, 0].set_xlabel("optimiser step")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower left", frameon=False, ncols=1)
+    write_png(figure, output)

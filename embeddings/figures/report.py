@@ -10,8 +10,7 @@ from typing import Any
 
 from embeddings.common.errors import program
 from embeddings.common.text import shorten
-from embeddings.figures.curves import ENTROPY, draw_curves, draw_routing_curves
-from embeddings.figures.drawing import run_names, write_page
+from embeddings.figures.drawing import ENTROPY, draw_curves, draw_routing_curves, run_names, write_page
 from embeddings.figures.run_facts import LOSS, Part, RunFacts, when
 
 _FILES = {

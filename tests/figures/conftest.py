@@ -19,7 +19,7 @@ def kept(monkeypatch):
             figure.draw_without_rendering()
         figures.append(figure)
 
-    for name in ("clusters", "curves"):
+    for name in ("clusters", "drawing"):
         monkeypatch.setattr(f"embeddings.figures.{name}.write_png", keep)
     yield figures
     for figure in figures:

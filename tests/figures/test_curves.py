@@ -3,11 +3,7 @@
 import pytest
 
 from embeddings.common import InputError
-from embeddings.figures.curves import (
-    WINDOW,
-    draw_curves,
-    draw_routing_curves,
-)
+from embeddings.figures.drawing import WINDOW, draw_curves, draw_routing_curves
 
 pytest.importorskip("matplotlib")
 
