@@ -52,7 +52,8 @@ class RunRecord(SaveConfigCallback):
     """Writes `config.yaml` and `run.json` into the run's folder, and config and run into every checkpoint.
 
     `run.json` gets an `end` when the run ends; a run without one was killed or is still running. A process that
-    resumes a run in its folder keeps the run's `id`, and moves the records of earlier processes to `earlier`.
+    resumes a run in its folder keeps the run's `id`, and moves the records of earlier processes to `earlier`. One that
+    continues a run in a new folder records that run's id as `continued_id`.
 
     Args:
         parser: The parser that read the config.
@@ -85,6 +86,7 @@ class RunRecord(SaveConfigCallback):
         earlier = [*previous.pop("earlier", []), previous] if previous else []
         self._record = {
             "id": previous.get("id") or uuid.uuid4().hex,
+            "continued_id": previous.get("continued_id"),
             "resumed_from": self.plain_config.get("ckpt_path"),
             "method": getattr(pl_module, "title", "") or type(pl_module).__name__,
             "command": shlex.join(self.command),
@@ -102,6 +104,12 @@ class RunRecord(SaveConfigCallback):
             "earlier": earlier,
         }
         write_json(path, self._record)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        run = checkpoint.get("run") or {}
+        if self._record and run.get("id") != self.id:
+            self._record["continued_id"] = run.get("id")
+            write_json(self.log_dir / "run.json", self._record)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from embeddings.common import InputError
-from embeddings.common.io import METRICS_FILE, read_metrics, steps_made
+from embeddings.common.io import METRICS_FILE, read_json_or_empty, read_metrics, steps_made
 
 # The steps at which a value was logged, and the values.
 Curve = tuple[list[int], list[float]]
@@ -51,47 +51,20 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
 
 
 def run_parts(run: Path) -> list[Path]:
-    """The folders of a run's processes, the earliest first: a resumed run has a `version_N` for each.
+    """The folders of a run's processes, the earliest first: a run that continues another one has its own `version_N`.
 
-    Paths are compared by their last parts, so that runs may be moved.
+    `run.json` has the id of the run that it continues, so both may be moved.
     """
-    previous = _previous_part(run)
-    return [run] if previous is None else [*run_parts(previous), run]
+    continued = _record(run).get("continued_id")
+    if continued is not None:
+        for path in sorted(run.absolute().parent.glob("version_*/run.json")):
+            if read_json_or_empty(path).get("id") == continued:
+                return [*run_parts(path.parent), run]
+    return [run]
 
 
-def _previous_part(run: Path) -> Path | None:
-    """The last earlier folder whose process may have written the checkpoint that this run resumed from."""
-    number, checkpoint = _number(run), _checkpoint(run)
-    if number is None or checkpoint is None:
-        return None
-    numbered = {_number(path): path for path in run.absolute().parent.glob("version_*")}
-    for earlier in sorted((other for other in numbered if other is not None and other < number), reverse=True):
-        if (numbered[earlier] / "config.yaml").is_file() and _wrote(numbered[earlier], checkpoint):
-            return run.parent / numbered[earlier].name
-    return None
-
-
-def _wrote(part: Path, checkpoint: Path) -> bool:
-    """Whether a process may have written a checkpoint: to its folder, or to a folder of its config."""
-    if (part.parent.name, part.name) in zip(checkpoint.parts, checkpoint.parts[1:], strict=False):
-        return True
-    callbacks = (read_run_config(part).get("trainer") or {}).get("callbacks") or []
-    arguments = [callback.get("init_args") or {} for callback in callbacks if isinstance(callback, dict)]
-    return checkpoint.parent in [Path(str(argument["dirpath"])) for argument in arguments if argument.get("dirpath")]
-
-
-def _checkpoint(run: Path) -> Path | None:
-    """The checkpoint that a folder's first process resumed from; later processes resumed from the folder's own."""
-    path = read_run_config(run).get("ckpt_path") if (run / "config.yaml").is_file() else None
-    earlier = read_run_record(run).get("earlier") if (run / "run.json").is_file() else None
-    if isinstance(earlier, list) and earlier and isinstance(earlier[0], dict):
-        path = earlier[0].get("resumed_from")
-    return Path(str(path)) if path else None
-
-
-def _number(run: Path) -> int | None:
-    digits = run.absolute().name.removeprefix("version_")
-    return int(digits) if digits.isdecimal() else None
+def _record(run: Path) -> dict[str, Any]:
+    return read_run_record(run) if (run / "run.json").is_file() else {}
 
 
 def read_curves(run: Path) -> Curves:
@@ -232,7 +205,7 @@ class RunFacts:
 
 def _read_parts(folder: Path) -> list[Part]:
     """The processes that wrote to a folder, the earliest first; numeric errors belong to the last one."""
-    last = read_run_record(folder) if (folder / "run.json").is_file() else {}
+    last = _record(folder)
     earlier = last.get("earlier")
     records = [_mapping(record) for record in (earlier if isinstance(earlier, list) else [])]
     resumed_from = last.get("resumed_from") or read_run_config(folder).get("ckpt_path")

@@ -264,6 +264,8 @@ def test_a_checkpoint_that_may_start_a_variant_gets_a_new_folder(tmp_path):
     for number, more in enumerate([[], ["--model.init_args.normalize=false"]]):
         resumed = run_trainer([*words, "--trainer.max_steps=4", "--ckpt_path", str(last), *more]).trainer
         assert Path(resumed.log_dir).name == f"version_{number + 1}"
+        assert [part.folder for part in RunFacts.read(Path(resumed.log_dir)).parts] == [folder, Path(resumed.log_dir)]
+        assert read_curves(Path(resumed.log_dir))["train/loss"][0] == [0, 1, 2, 3]
     assert ((folder / "metrics.csv").read_bytes(), (folder / "run.json").read_bytes()) == before
 
 

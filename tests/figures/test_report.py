@@ -102,13 +102,14 @@ def test_content_of_files_is_escaped(tmp_path, page_of):
 def test_a_run_of_several_processes_is_one_run(tmp_path, page_of):
     first = write_run(
         tmp_path / "name" / "version_0",
-        record={"end": {"how": "interrupted", "step": 5, "why": "SIGTERM: stopped after step 5"}},
+        record={"id": "one", "end": {"how": "interrupted", "step": 5, "why": "SIGTERM: stopped after step 5"}},
         metrics="step,train/loss\n0,9.0\n1,8.0\n2,7.0\n",
     )
     (first / "numeric-error-rank-0.json").write_text('{"step": 4, "error": "the loss is nan", "rank": 0}')
     checkpoint = "runs/name/version_0/checkpoints/last.ckpt"
     metrics = "step,train/loss\n2,5.0\n3,4.0\n"
-    page = page_of(write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint}, metrics=metrics))
+    record = {"continued_id": "one"}
+    page = page_of(write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint}, record, metrics))
     assert "Interruptions" in page.text
     assert f"version_11 March 2026, 10:00 UTC1:05:30{checkpoint}It ran to its end at step 20" in page.text
     assert "It was interrupted at step 5: SIGTERM: stopped after step 5." in page.text

@@ -1,9 +1,9 @@
 """The data of a run from its folder: configs, logs, records, parts of a resumed run."""
 
+import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from embeddings.common import InputError
 from embeddings.figures.run_facts import (
@@ -48,11 +48,11 @@ def test_settings_and_callbacks_are_found_in_any_config(tmp_path):
 
 
 def test_each_part_of_a_run_has_its_record_and_errors(tmp_path):
-    first = write_run(tmp_path / "name" / "version_0", record={"end": {"how": "interrupted"}})
+    first = write_run(tmp_path / "name" / "version_0", record={"id": "one", "end": {"how": "interrupted"}})
     for rank, text in enumerate(('{"step": 3}', "{", "[1]")):
         (first / f"numeric-error-rank-{rank}.json").write_text(text)
     checkpoint = "runs/name/version_0/checkpoints/last.ckpt"
-    later = write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint})
+    later = write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint}, {"continued_id": "one"})
     parts = RunFacts.read(later).parts
     assert [part.folder.name for part in parts] == ["version_0", "version_1"]
     assert [part.resumed_from for part in parts] == [None, checkpoint]
@@ -61,16 +61,13 @@ def test_each_part_of_a_run_has_its_record_and_errors(tmp_path):
     assert parts[0].numeric_errors == [{"step": 3}, {}, {}]
 
 
-def write_part(run, metrics=None, ckpt_path=None, dirpath=None, checkpoint=None):
-    """The folder of a process: its config, what it logged, and a checkpoint of its own."""
+def write_part(run, metrics=None, continued=None):
+    """The folder of a process: its config and record, and what it logged; its id is made of its path."""
     run.mkdir(parents=True)
-    kept = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": dirpath}}
-    (run / "config.yaml").write_text(yaml.safe_dump({"ckpt_path": ckpt_path, "trainer": {"callbacks": [kept]}}))
+    (run / "config.yaml").write_text("ckpt_path: null\n")
+    (run / "run.json").write_text(json.dumps({"id": f"{run.parent.name}/{run.name}", "continued_id": continued}))
     if metrics is not None:
         (run / "metrics.csv").write_text(f"step,epoch,train/loss,val/ndcg_at_10\n{metrics}")
-    if checkpoint:
-        (run / "checkpoints").mkdir()
-        (run / "checkpoints" / checkpoint).touch()
     return run
 
 
@@ -94,10 +91,10 @@ def test_a_missing_or_damaged_file_is_one_line(name, read, damages, tmp_path):
             read(tmp_path)
 
 
-def test_a_run_that_did_not_resume_a_neighbour_is_one_part(tmp_path):
+def test_a_run_that_did_not_continue_a_neighbour_is_one_part(tmp_path):
     alone = write_part(tmp_path / "a" / "version_0")
     assert run_parts(alone) == [alone]
-    elsewhere = write_part(tmp_path / "a" / "version_1", None, "b/version_0/checkpoints/last.ckpt")
+    elsewhere = write_part(tmp_path / "a" / "version_1", None, "b/version_0")
     assert run_parts(elsewhere) == [elsewhere]
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -105,33 +102,19 @@ def test_a_run_that_did_not_resume_a_neighbour_is_one_part(tmp_path):
 
 
 def test_a_run_is_followed_from_part_to_part(tmp_path, monkeypatch):
-    runs = tmp_path / "moved" / "name"
+    runs = tmp_path / "name"
     for number in range(12):
-        write_part(
-            runs / f"version_{number}",
-            None,
-            f"old/name/version_{number - 2}/checkpoints/a.ckpt" if number > 1 else None,
-        )
+        write_part(runs / f"version_{number}", None, f"name/version_{number - 2}" if number > 1 else None)
+    runs = runs.rename(tmp_path / "moved")
     assert names(run_parts(runs / "version_10")) == [f"version_{number}" for number in (0, 2, 4, 6, 8, 10)]
     monkeypatch.chdir(runs / "version_3")
-    assert names(part.resolve() for part in run_parts(Path())) == ["version_1", "version_3"]
-
-
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        # A branch with separate checkpoints is not a part.
-        ("runs/name/version_0/checkpoints", ["version_0", "version_2"]),
-        # The runs of a sweep write beside their folders.
-        ("runs/name/checkpoints", ["version_0", "version_1", "version_2"]),
-    ],
-)
-def test_parts_are_identified_by_where_they_wrote(place, expected, tmp_path):
-    runs, dirpath = tmp_path / "runs" / "name", None if "version" in place else place
-    write_part(runs / "version_0", dirpath=dirpath, checkpoint=None if dirpath else "last.ckpt")
-    checkpoint = f"{place}/last.ckpt"
-    write_part(runs / "version_1", None, checkpoint, dirpath)
-    assert names(run_parts(write_part(runs / "version_2", None, checkpoint, dirpath))) == expected
+    assert [part.resolve() for part in run_parts(Path())] == [runs / "version_1", runs / "version_3"]
+    # A second run that continues the same one is not a part.
+    (runs / "version_1" / "run.json").write_text("{")
+    assert names(run_parts(write_part(tmp_path / "moved" / "version_12", None, "name/version_0"))) == [
+        "version_0",
+        "version_12",
+    ]
 
 
 def test_a_curve_is_the_rows_that_have_it(tmp_path):
@@ -159,8 +142,8 @@ def test_a_missing_or_damaged_log_is_refused(text, says, tmp_path):
 def test_a_part_that_was_killed_before_it_logged_is_skipped(tmp_path):
     runs = tmp_path / "runs" / "name"
     write_part(runs / "version_0", "0,0,4.0,\n")
-    killed = write_part(runs / "version_1", None, "runs/name/version_0/checkpoints/a.ckpt")
-    later = write_part(runs / "version_2", "1,0,3.0,\n", "runs/name/version_1/checkpoints/a.ckpt")
+    killed = write_part(runs / "version_1", None, "name/version_0")
+    later = write_part(runs / "version_2", "1,0,3.0,\n", "name/version_1")
     assert read_curves(later)["train/loss"] == ([0, 1], [4.0, 3.0])
     assert read_curves(killed)["train/loss"] == ([0], [4.0])
 
@@ -170,11 +153,11 @@ def test_values_after_the_last_checkpoint_are_dropped_in_all_columns(tmp_path):
     lost = "".join(f"{step},0,{4 - step / 10},\n" for step in range(25))
     write_part(runs / "version_0", f"{lost}10,0,,0.3\n20,0,,0.9\n")
     own = "".join(f"{step},0,{3 - step / 10},\n" for step in range(10, 15))
-    later = write_part(runs / "version_1", own, "runs/name/version_0/checkpoints/step10.ckpt")
+    later = write_part(runs / "version_1", own, "name/version_0")
     assert read_curves(later)["train/loss"][0] == list(range(15))
     # Logged under the ten steps made before the step that is numbered 10.
     assert read_curves(later)["val/ndcg_at_10"] == ([10], [0.3])
-    scored = write_part(runs / "version_2", "13,0,,0.4\n", "runs/name/version_1/checkpoints/step12.ckpt")
+    scored = write_part(runs / "version_2", "13,0,,0.4\n", "name/version_1")
     assert read_curves(scored) == {
         "train/loss": (list(range(12)), [4 - step / 10 for step in range(10)] + [2.0, 1.9]),
         "val/ndcg_at_10": ([10, 13], [0.3, 0.4]),
