@@ -281,12 +281,7 @@ def clusters(
         "is a row's query and document vectors, concatenated. Numbers: the clusters, at the centre of their rows."
     )
     figures.draw_clusters(points, title, subtitle, output)
-    columns = ["cluster", "rows", "plotted", "cosine with its mean", "nearest other", "cosine of means"]
-    rows: list[list[object]] = [[*columns, "nearest to own mean"]]
-    for each in points.facts():
-        cosines = f"{each.cosine:.3f}", each.nearest, f"{each.nearest_cosine:.3f}", f"{each.at_home:.1%}"
-        rows.append([each.cluster, f"{each.num_rows:,}", each.num_drawn, *cosines])
-    print(f"{title}\n{subtitle}\n\n{format_table(rows, '>')}\n\nwrote {output}")
+    print(f"{title}\n{subtitle}\n\n{format_table(points.table(), '>')}\n\nwrote {output}")
 
 
 def report(run: Path, output: Path | None = None) -> None:

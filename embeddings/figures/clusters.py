@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,22 +52,6 @@ def name_axes(axis: Any, plane: Any) -> None:
     plain_axes(axis)
 
 
-class ClusterFacts(NamedTuple):
-    """How compact a cluster is, and its distance from the other clusters of a sample.
-
-    `cosine` is the mean cosine of its sampled rows with their mean, `nearest` the other cluster with the nearest mean
-    (itself if there is no other), and `at_home` the share of its sampled rows that are nearest to its own mean.
-    """
-
-    cluster: int
-    num_rows: int
-    num_drawn: int
-    cosine: float
-    nearest: int
-    nearest_cosine: float
-    at_home: float
-
-
 @dataclass(frozen=True, eq=False)
 class ClusterPoints:
     """N unit rows drawn from K clusters, ascending; `index_N` is the index of a row's cluster in `clusters`."""
@@ -81,18 +65,23 @@ class ClusterPoints:
     def mean_KD(self) -> npt.NDArray[np.float32]:
         return np.stack([self.vector_ND[self.index_N == index].mean(axis=0) for index in range(len(self.clusters))])
 
-    def facts(self) -> list[ClusterFacts]:
+    def table(self) -> list[list[object]]:
+        """How compact each cluster is, and how far from the others of the sample, with a header.
+
+        The cosine is the mean of the cluster's rows with their own mean. The nearest other cluster is the one with the
+        nearest mean, itself if there is no other. The last column is the share of rows that are nearest to their mean.
+        """
+        columns = ["cluster", "rows", "plotted", "cosine with its mean", "nearest other", "cosine of means"]
+        table: list[list[object]] = [[*columns, "nearest to own mean"]]
         mean_KD = unit_rows(self.mean_KD)
         cosine_NK, between_KK = self.vector_ND @ mean_KD.T, mean_KD @ mean_KD.T
         np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)
-        facts = []
         for index, cluster in enumerate(self.clusters):
             cosine_nK, nearest = cosine_NK[self.index_N == index], int(between_KK[index].argmax())
-            at_home = float((cosine_nK.argmax(axis=1) == index).mean())
-            cosines = float(cosine_nK[:, index].mean()), float(between_KK[index, nearest])
-            sizes = int(self.num_rows_K[index]), len(cosine_nK)
-            facts.append(ClusterFacts(cluster, *sizes, cosines[0], self.clusters[nearest], cosines[1], at_home))
-        return facts
+            row = [cluster, f"{self.num_rows_K[index]:,}", len(cosine_nK), f"{cosine_nK[:, index].mean():.3f}"]
+            row += [self.clusters[nearest], f"{between_KK[index, nearest]:.3f}"]
+            table.append([*row, f"{(cosine_nK.argmax(axis=1) == index).mean():.1%}"])
+        return table
 
 
 def draw_cluster_points(

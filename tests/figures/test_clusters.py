@@ -93,16 +93,17 @@ def test_facts_are_those_of_a_loop():
     points = ClusterPoints([4, 7, 9], np.array([20, 2, 1]), np.array([0, 0, 1, 1, 2]), vectors)
     means = [vectors[:2].sum(0), vectors[2:4].sum(0), vectors[4]]
     means = [mean / np.linalg.norm(mean) for mean in means]
-    facts = points.facts()
-    assert [each[:3] for each in facts] == [(4, 20, 2), (7, 2, 2), (9, 1, 1)]
-    assert [each.nearest for each in facts] == [7, 4, 7]
-    assert facts[0].cosine == pytest.approx(np.mean([vectors[row] @ means[0] for row in (0, 1)]))
-    assert facts[2].nearest_cosine == pytest.approx(means[2] @ means[1])
+    header, *rows = points.table()
+    assert {len(row) for row in rows} == {len(header)}
+    assert [row[:3] for row in rows] == [[4, "20", 2], [7, "2", 2], [9, "1", 1]]
+    assert [row[4] for row in rows] == [7, 4, 7]
+    assert rows[0][3] == f"{np.mean([vectors[row] @ means[0] for row in (0, 1)]):.3f}"
+    assert rows[2][5] == f"{means[2] @ means[1]:.3f}"
     nearest = [int(np.argmax([vector @ mean for mean in means])) for vector in vectors]
     assert nearest == [0, 0, 1, 1, 2]
-    assert [each.at_home for each in facts] == [1, 1, 1]
+    assert [row[6] for row in rows] == ["100.0%"] * 3
     strayed = np.eye(3, dtype=np.float32)[[0, 0, 1, 1, 1]]
-    assert ClusterPoints([4, 7], np.array([3, 2]), np.array([0, 0, 0, 1, 1]), strayed).facts()[0].at_home == 2 / 3
+    assert ClusterPoints([4, 7], np.array([3, 2]), np.array([0, 0, 0, 1, 1]), strayed).table()[1][6] == "66.7%"
 
 
 def test_the_plane_is_that_of_the_largest_eigenvalues():
