@@ -10,7 +10,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +73,9 @@ def near_duplicates(texts: Sequence[str]) -> npt.NDArray[np.bool_]:
     rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
     items = [(text,) for text in texts]
     blocks = [rule.signatures(items[start : start + 512]) for start in range(0, len(items), 512)]
-    sets = lru_cache(maxsize=32_768)(lambda row: rule.sets(items[row]))
-    return rule.mark_copies(np.concatenate(blocks), sets) if blocks else np.zeros(0, dtype=bool)
+    if not blocks:
+        return np.zeros(0, dtype=bool)
+    return rule.mark_copies(np.concatenate(blocks), lambda rows: [items[row] for row in rows])
 
 
 def _code(function: DocumentedFunction) -> str:

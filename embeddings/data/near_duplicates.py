@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,17 @@ MISS_FRACTION = 2.5e-4
 KEY_BYTES = 4
 # Rows of one key that later rows are compared with, and most similar rows of which the texts are compared.
 MAX_PER_KEY, MAX_COMPARED = 32, 8
+# Keys of the rows that are compared at once, texts that are hashed at once, and hashes of shingles that are cached.
+_BATCH_KEYS, _BATCH_TEXTS, _CACHED_HASHES = 2048, 512, 1 << 23
+# Hashes of shingles that are compared at once, and the bits of each; the other bits are the text's number in a batch.
+_COMPARED_HASHES, _HASH_BITS = 1 << 20, 52
 _SAVE_SECONDS = 30.0
 
 _Uint64s = npt.NDArray[np.uint64]
 _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
-Sets = Sequence[_Uint64s]
+# The texts of each of several items.
+Items = Sequence[Sequence[str]]
 # A prime as base of the hashes of words and shingles.
 _BASE = 0x9E3779B97F4A7C15
 
@@ -63,7 +68,7 @@ class NearDuplicates:
         draws = numpy_generator(0, "minhash").integers(0, 2**63, size=self._num_values, dtype=np.uint64)
         self._salts = draws * np.uint64(2) + np.uint64(1)
 
-    def signatures(self, items: Sequence[Sequence[str]]) -> npt.NDArray[np.uint8]:
+    def signatures(self, items: Items) -> npt.NDArray[np.uint8]:
         """A byte of each MinHash value of n items, (n, num_keys, KEY_BYTES) uint8."""
         minimum_NPV = np.empty((len(items), self.num_parts, self._num_values), np.uint64)
         for part in range(self.num_parts):
@@ -75,25 +80,19 @@ class NearDuplicates:
         byte_NPKv = byte_NPV.reshape(len(items), self.num_parts, self.num_keys, -1)
         return byte_NPKv.transpose(0, 2, 1, 3).reshape(len(items), self.num_keys, KEY_BYTES)
 
-    def sets(self, item: Sequence[str]) -> Sets:
-        """The set of shingles of each part of an item, as sorted hashes."""
-        return tuple(np.unique(self._shingles([part])[0]) for part in item)
-
-    def alike(self, item: Sets, others: Sequence[Sets]) -> _Bools:
-        """Which other items are near-copies of an item, from their sets of shingles."""
-        alike_N = np.ones(len(others), np.bool_)
-        for part, own in enumerate(item):
-            length_N = np.array([len(other[part]) for other in others])
-            hashes = np.concatenate([other[part] for other in others])
-            is_shared = own[np.minimum(np.searchsorted(own, hashes), len(own) - 1)] == hashes
-            shared_N = np.add.reduceat(is_shared, np.cumsum(length_N) - length_N, dtype=np.int64)
-            alike_N &= shared_N / (len(own) + length_N - shared_N) >= self.threshold
-        return alike_N
+    def sets(self, texts: Sequence[str]) -> tuple[_Uint64s, _Int64s]:
+        """The sets of shingles of up to 4,096 texts as sorted hashes, in one array, and the size of each, (n,)."""
+        hashes, start_N = self._shingles(texts)
+        owner = np.repeat(np.arange(len(texts)), np.diff(start_N, append=len(hashes)))
+        key = np.sort(_numbered(owner, hashes >> np.uint64(64 - _HASH_BITS)))
+        key = key[np.concatenate([np.ones(1, np.bool_), key[1:] != key[:-1]])]
+        size_N = np.bincount((key >> np.uint64(_HASH_BITS)).astype(np.int64), minlength=len(texts))
+        return key & np.uint64((1 << _HASH_BITS) - 1), size_N
 
     def mark_copies(
         self,
         signature_NKB: npt.NDArray[np.uint8],
-        sets: Callable[[int], Sets],
+        items: Callable[[Sequence[int]], Items],
         decided: Sequence[bool] | _Bools = (),
         save: Callable[[_Bools], None] | None = None,
     ) -> _Bools:
@@ -104,45 +103,89 @@ class NearDuplicates:
 
         Args:
             signature_NKB: The items' signatures.
-            sets: The sets of shingles of a row.
+            items: The texts of the items of some rows.
             decided: The results of the first rows, if they are known.
             save: Called every 30 seconds with the results so far.
         """
-        group_NK, size_G = _shared_keys(signature_NKB)
-        # The retained rows of each group so far, in the slice of the group.
-        size_G = np.minimum(size_G, MAX_PER_KEY)
-        start_G, count_G = np.cumsum(size_G) - size_G, np.zeros_like(size_G)
-        retained = np.empty(int(size_G.sum()), np.uint32)
-        is_copy_N = np.zeros(len(group_NK), np.bool_)
+        num_rows, step = len(signature_NKB), max(1, _BATCH_KEYS // self.num_keys)
+        retained, sets = _RetainedRows(signature_NKB), _CachedSets(self, items, num_rows)
+        is_copy_N = np.zeros(num_rows, np.bool_)
         is_copy_N[: len(decided)] = decided
         saved = time.monotonic()
-        for row in progress_bar(None, "comparing texts", "text", iterable=range(len(group_NK))):
-            group_k = group_NK[row][group_NK[row] > 0]
-            count_k, start_k = count_G[group_k], start_G[group_k]
-            if row >= len(decided) and count_k.any():
-                stop_k = start_k + count_k
-                parts = [retained[start:stop] for start, stop in zip(start_k.tolist(), stop_k.tolist(), strict=True)]
-                is_copy_N[row] = self._is_copy(row, np.unique(np.concatenate(parts)), signature_NKB, sets)
-            if not is_copy_N[row]:
-                has_room_k = count_k < size_G[group_k]
-                retained[(start_k + count_k)[has_room_k]] = row
-                count_G[group_k] += has_room_k
-            if save is not None and time.monotonic() > saved + _SAVE_SECONDS:
-                save(is_copy_N[: row + 1])
-                saved = time.monotonic()
+        with progress_bar(num_rows, "comparing texts", "text") as bar:
+            for start in range(0, num_rows, step):
+                row_B = np.arange(start, min(start + step, num_rows))
+                if row_B[-1] >= len(decided):
+                    is_copy_N[row_B] = False
+                    self._mark_batch(row_B, is_copy_N, signature_NKB, retained, sets)
+                retained.add(row_B[~is_copy_N[row_B]])
+                if save is not None and time.monotonic() > saved + _SAVE_SECONDS:
+                    save(is_copy_N[: row_B[-1] + 1])
+                    saved = time.monotonic()
+                bar.update(len(row_B))
         return is_copy_N
 
-    def _is_copy(
-        self, row: int, other_C: _Int64s, signature_NKB: npt.NDArray[np.uint8], sets: Callable[[int], Sets]
-    ) -> bool:
-        is_equal_CKB = signature_NKB[other_C] == signature_NKB[row]
-        shape = (len(other_C), self.num_keys, self.num_parts, -1)
-        equal_CP = is_equal_CKB.reshape(shape).sum(axis=(1, 3))
-        close_c = np.flatnonzero((equal_CP >= self._least_equal).all(axis=1))
-        if not len(close_c):
-            return False
-        order_c = np.argsort(-equal_CP[close_c].sum(axis=1), kind="stable")[:MAX_COMPARED]
-        return bool(self.alike(sets(row), [sets(int(other)) for other in other_C[close_c[order_c]]]).any())
+    def _mark_batch(
+        self,
+        row_B: _Int64s,
+        is_copy_N: _Bools,
+        signature_NKB: npt.NDArray[np.uint8],
+        retained: "_RetainedRows",
+        sets: "_CachedSets",
+    ) -> None:
+        """Mark the near-copies among consecutive rows."""
+        row_C, other_C = retained.candidates(row_B)
+        equal_PC = self._num_equal(signature_NKB.take(row_C, axis=0), signature_NKB.take(other_C, axis=0))
+        close_c = np.flatnonzero((equal_PC >= self._least_equal).all(axis=0))
+        # For each row the most similar first; equally similar ones in their order.
+        close_c = close_c[np.lexsort((other_C[close_c], -equal_PC[:, close_c].sum(axis=0), row_C[close_c]))]
+        row_c, other_c = row_C[close_c], other_C[close_c]
+        # A row is compared when it is known which similar rows of the batch are retained.
+        first, is_open_B = row_B[0], np.zeros(len(row_B), np.bool_)
+        is_open_B[row_c - first] = True
+        while len(row_c):
+            is_blocked_c = (other_c >= first) & is_open_B[np.maximum(other_c - first, 0)]
+            is_ready_B = is_open_B.copy()
+            is_ready_B[row_c[is_blocked_c] - first] = False
+            is_ready_c = is_ready_B[row_c - first]
+            is_compared_c = is_ready_c & ~is_copy_N[other_c]
+            row_d, other_d = row_c[is_compared_c], other_c[is_compared_c]
+            is_first_d = np.arange(len(row_d)) - np.searchsorted(row_d, row_d) < MAX_COMPARED
+            row_d, other_d = row_d[is_first_d], other_d[is_first_d]
+            is_copy_N[row_d[self._are_alike(row_d, other_d, sets)]] = True
+            is_open_B &= ~is_ready_B
+            row_c, other_c = row_c[~is_ready_c], other_c[~is_ready_c]
+
+    def _num_equal(self, first_CKB: npt.NDArray[np.uint8], second_CKB: npt.NDArray[np.uint8]) -> _Int64s:
+        """The number of equal values of each part in pairs of signatures, (num_parts, C)."""
+        # Four bytes are added as one number: none exceeds 255, because there are fewer keys.
+        is_equal_CK = (first_CKB == second_CKB).view(np.uint32)[:, :, 0]
+        equal_C = np.einsum("ck->c", is_equal_CK)
+        equal_BC = equal_C[:, None].view(np.uint8).T.astype(np.int64, order="C")
+        equal_PC: _Int64s = equal_BC.reshape(self.num_parts, KEY_BYTES // self.num_parts, -1).sum(axis=1)
+        return equal_PC
+
+    def _are_alike(self, row_C: _Int64s, other_C: _Int64s, sets: "_CachedSets") -> _Bools:
+        """Which pairs of rows are near-copies by their sets of shingles; rows are in ascending order."""
+        sets.load(np.concatenate([row_C, other_C]))
+        is_alike_C = np.ones(len(row_C), np.bool_)
+        # Long texts are compared a few at a time.
+        stop_C = np.cumsum(sets.size_NP[other_C].sum(axis=1))
+        for pair_c in np.split(np.arange(len(row_C)), np.flatnonzero(np.diff(stop_C // _COMPARED_HASHES)) + 1):
+            row_c, other_c = row_C[pair_c], other_C[pair_c]
+            is_new_c = np.diff(row_c, prepend=-1) > 0
+            row_n, number_c = row_c[is_new_c], np.cumsum(is_new_c) - 1
+            for part in range(self.num_parts):
+                own, other = sets.hashes(row_n, part), sets.hashes(other_c, part)
+                own_n, other_size_c = sets.size_NP[row_n, part], sets.size_NP[other_c, part]
+                own_key = _numbered(np.repeat(np.arange(len(row_n)), own_n), own)
+                key = _numbered(np.repeat(number_c, other_size_c), other)
+                is_shared = own_key[np.minimum(np.searchsorted(own_key, key), len(own_key) - 1)] == key
+                start_c = np.cumsum(other_size_c) - other_size_c
+                shared_c = np.add.reduceat(is_shared, start_c, dtype=np.int64) if len(pair_c) else start_c
+                union_c = own_n[number_c] + other_size_c - shared_c
+                is_alike_C[pair_c] &= shared_c / union_c >= self.threshold
+        return is_alike_C
 
     def _shingles(self, texts: Sequence[str]) -> tuple[_Uint64s, _Int64s]:
         """Hashes of the shingles of all texts in one array, and the start of each text in it, (n,)."""
@@ -208,6 +251,92 @@ def _low_quantile(number: int, probability: float, fraction: float) -> int:
         if total > fraction:
             return count
     return number
+
+
+class _RetainedRows:
+    """The first retained rows of each key that several rows have."""
+
+    def __init__(self, signature_NKB: npt.NDArray[np.uint8]) -> None:
+        self._group_NK, size_G = _shared_keys(signature_NKB)
+        # The rows of each group are in the slice of the group.
+        self._size_G = np.minimum(size_G, MAX_PER_KEY)
+        self._start_G, self._count_G = np.cumsum(self._size_G) - self._size_G, np.zeros_like(self._size_G)
+        self._rows = np.empty(int(self._size_G.sum()), np.uint32)
+
+    def candidates(self, row_B: _Int64s) -> tuple[_Int64s, _Int64s]:
+        """Pairs of consecutive rows and earlier rows, retained or among them, that share a key, in order."""
+        group_BK = self._group_NK[row_B]
+        count_BK = self._count_G[group_BK]
+        other = self._rows[_ranges(self._start_G[group_BK].ravel(), count_BK.ravel())]
+        pairs = np.repeat(row_B, count_BK.sum(axis=1)) << 32 | other
+        row, group = self._with_room(row_B)
+        first = np.searchsorted(group, group)
+        num_earlier = np.arange(len(group)) - first
+        earlier = row[_ranges(first, num_earlier)]
+        pairs = np.sort(np.concatenate([pairs, np.repeat(row, num_earlier) << 32 | earlier]))
+        pairs = pairs[np.flatnonzero(np.diff(pairs, prepend=-1))]
+        return pairs >> 32, pairs & 0xFFFFFFFF
+
+    def add(self, row_n: _Int64s) -> None:
+        """Add rows to their groups where they have room."""
+        row, group = self._with_room(row_n)
+        place = self._count_G[group] + np.arange(len(group)) - np.searchsorted(group, group)
+        has_room = place < self._size_G[group]
+        self._rows[(self._start_G[group] + place)[has_room]] = row[has_room]
+        np.add.at(self._count_G, group[has_room], 1)
+
+    def _with_room(self, row_n: _Int64s) -> tuple[_Int64s, _Int64s]:
+        """The rows with a key whose group has room, and this group, sorted by group and row."""
+        group_nK = self._group_NK[row_n]
+        number, key = np.nonzero(self._count_G[group_nK] < self._size_G[group_nK])
+        group = group_nK[number, key].astype(np.int64)
+        order = np.argsort(group, kind="stable")
+        return row_n[number[order]], group[order]
+
+
+class _CachedSets:
+    """The sets of shingles of the rows that were compared since the cache was full."""
+
+    def __init__(self, rule: NearDuplicates, items: Callable[[Sequence[int]], Items], num_rows: int) -> None:
+        self._rule, self._items = rule, items
+        self._hashes, self._num_hashes = np.empty(_CACHED_HASHES, np.uint64), 0
+        self._start_NP = np.full((num_rows, rule.num_parts), -1)
+        self.size_NP = np.zeros((num_rows, rule.num_parts), np.int32)
+
+    def load(self, row_n: _Int64s) -> None:
+        """Cache the sets of rows, at least until the next call."""
+        if self._num_hashes >= _CACHED_HASHES:
+            self._start_NP[:] = -1
+            self._num_hashes = 0
+        missing = np.unique(row_n[self._start_NP[row_n, 0] < 0])
+        for start in range(0, len(missing), _BATCH_TEXTS):
+            block = missing[start : start + _BATCH_TEXTS]
+            for part, texts in enumerate(zip(*self._items(block.tolist()), strict=True)):
+                hashes, size_n = self._rule.sets(texts)
+                stop = self._num_hashes + len(hashes)
+                if stop > len(self._hashes):
+                    self._hashes = np.concatenate([self._hashes, np.empty(stop, np.uint64)])
+                self._hashes[self._num_hashes : stop] = hashes
+                self._start_NP[block, part] = self._num_hashes + np.cumsum(size_n) - size_n
+                self.size_NP[block, part] = size_n
+                self._num_hashes = stop
+
+    def hashes(self, row_n: _Int64s, part: int) -> _Uint64s:
+        """The sets of a part of rows, in one array."""
+        return self._hashes[_ranges(self._start_NP[row_n, part], self.size_NP[row_n, part])]
+
+
+def _ranges(start_R: _Int64s, length_R: npt.NDArray[np.signedinteger[Any]]) -> _Int64s:
+    """The numbers of several ranges, in one array."""
+    stop_R = np.cumsum(length_R)
+    total = int(stop_R[-1]) if len(stop_R) else 0
+    ranges: _Int64s = np.arange(total) + np.repeat(start_R - (stop_R - length_R), length_R)
+    return ranges
+
+
+def _numbered(number: _Int64s, hashes: _Uint64s) -> _Uint64s:
+    """Hashes with the number of their text in the highest bits."""
+    return number.astype(np.uint64) << np.uint64(_HASH_BITS) | hashes
 
 
 def _shared_keys(signature_NKB: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint32], _Int64s]:

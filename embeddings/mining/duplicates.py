@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows, write_array
 from embeddings.common.text import canonical
-from embeddings.data.near_duplicates import KEY_BYTES, NearDuplicates, Sets, Shingle
+from embeddings.data.near_duplicates import KEY_BYTES, NearDuplicates, Shingle
 from embeddings.data.store import CachedSource, StoredRow, Table
 from embeddings.inference.bm25 import BM25, word_tokens
 
@@ -27,8 +27,6 @@ _REASONS, _COMPARED = "verdicts.npy", "compared.npy"
 SHARD_ROWS = 65_536
 # Records whose keys are computed at once: a few megabytes.
 _BLOCK = 512
-# Records whose shingles (8 bytes per word) are cached while pairs are compared.
-_CACHED_RECORDS = 32_768
 
 
 def find_duplicates(
@@ -101,14 +99,13 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
         kept = np.split(reason_N == KEPT, np.cumsum([len(shard) for shard in shards])[:-1])
         signature_nB = np.concatenate([shard[is_kept, 8:] for shard, is_kept in zip(shards, kept, strict=True)])
 
-        @lru_cache(maxsize=_CACHED_RECORDS)
-        def sets(number: int) -> Sets:
-            return rule.sets(_compared_texts(table.row(int(row_n[number]))))
+        def texts(numbers: Sequence[int]) -> list[tuple[str, str]]:
+            return [_compared_texts(record) for record in table.rows(row_n[numbers])]
 
         progress = job.folder / _COMPARED
         is_copy_n = rule.mark_copies(
             signature_nB.reshape(len(row_n), -1, KEY_BYTES),
-            sets,
+            texts,
             decided=load_shard(progress) if progress.exists() else (),
             save=partial(write_array, progress),
         )

@@ -49,7 +49,7 @@ def loop_copies(items, are_alike):
 
 
 def marked(rule, items, **options):
-    return rule.mark_copies(rule.signatures(items), lambda row: rule.sets(items[row]), **options)
+    return rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows], **options)
 
 
 @pytest.mark.parametrize("unit", ["word", "character"])
@@ -86,12 +86,14 @@ def test_copies_of_two_part_items_equal_those_of_a_loop_over_all_pairs(unit, thr
 )
 def test_the_similarity_is_that_of_the_sets_of_shingles(unit, first, second):
     rule = NearDuplicates(0.7, shingle=unit)
-    one, other = (rule.sets([text])[0] for text in (first, second))
+    hashes, sizes = rule.sets([first, second, first])
+    one, other, again = np.split(hashes, np.cumsum(sizes)[:-1])
+    assert one.tolist() == again.tolist() == sorted(set(one.tolist()))
     shared = len(np.intersect1d(one, other))
     has_units = re.search(r"\w", first) or unit == "character"
     assert shared / (len(one) + len(other) - shared) == (jaccard(first, second, unit) if has_units else 0)
     expected = bool(has_units) and jaccard(first, second, unit) >= 0.7
-    assert rule.alike([one], [[other], [one]]).tolist() == [expected, True]
+    assert marked(rule, [(first,), (second,), (first,)]).tolist() == [False, expected, True]
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
@@ -104,7 +106,7 @@ def test_copies_are_missed_no_more_often_than_documented(num_parts):
         for place in generator.sample(range(60), 2):
             changed[place] = "new"
         items = [(" ".join(base),) * num_parts, (" ".join(changed),) * num_parts]
-        if rule.alike(*(rule.sets(items[0]), [rule.sets(items[1])]))[0]:
+        if jaccard(items[0][0], items[1][0]) >= 0.8:
             tried, missed = tried + 1, missed + int(not marked(rule, items)[1])
     assert tried > 300
     assert missed <= 1
@@ -126,26 +128,46 @@ def test_templated_texts_take_linear_work_and_their_copies_are_found():
     compared = []
 
     class Counted(NearDuplicates):
-        def alike(self, item, others):
+        def _are_alike(self, rows, others, sets):
             compared.append(len(others))
-            return super().alike(item, others)
+            return super()._are_alike(rows, others, sets)
 
     rule = Counted(0.9)
     assert jaccard(items[0][0], items[1][0]) > 0.7
     found = np.flatnonzero(marked(rule, items))
-    assert sum(compared) <= MAX_COMPARED * len(items)
+    assert len(items) < sum(compared) <= MAX_COMPARED * len(items)
     assert set(found) <= set(copies)
     assert len(found) >= 28
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
+def test_the_number_of_rows_that_are_compared_at_once_changes_nothing(num_parts, threshold, monkeypatch):
+    # Each family has more copies than the texts that are compared with one.
+    bases = varied(12, 40)[::4]
+    items = [((base + f" new{copy}" * (copy > 0),) * num_parts) for base in bases for copy in range(MAX_COMPARED + 3)]
+    items += [(text,) * num_parts for text in varied(12, 40, seed=1)]
+    random.Random(0).shuffle(items)
+    expected = loop_copies([item[0] for item in items], lambda first, second: jaccard(first, second) >= threshold)
+    rule = NearDuplicates(threshold, num_parts)
+    for rows, hashes in ((1, 1), (5, 400), (10_000, 1 << 20)):
+        monkeypatch.setattr(near_duplicates, "_BATCH_KEYS", rows * rule.num_keys)
+        for name in ("_CACHED_HASHES", "_COMPARED_HASHES"):
+            monkeypatch.setattr(near_duplicates, name, hashes)
+        monkeypatch.setattr(near_duplicates, "_BATCH_TEXTS", min(rows, 512))
+        assert marked(rule, items).tolist() == expected
+    assert sum(expected) > 12 * MAX_COMPARED
+
+
 def test_a_comparison_goes_on_after_the_results_that_were_saved(monkeypatch):
     monkeypatch.setattr(near_duplicates, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(near_duplicates, "_BATCH_KEYS", 1)
     rule, items, saved = NearDuplicates(0.8), [(text,) for text in varied(12, 30)], []
     whole = marked(rule, items, save=lambda results: saved.append(results.copy()))
     assert [len(results) for results in saved[:3]] == [1, 2, 3]
     asked = []
     resumed = rule.mark_copies(
-        rule.signatures(items), lambda row: (asked.append(row), rule.sets(items[row]))[1], decided=saved[29]
+        rule.signatures(items), lambda rows: (asked.extend(rows), [items[row] for row in rows])[1], decided=saved[29]
     )
     assert resumed.tolist() == whole.tolist()
     assert min(row for row in asked if whole[row]) >= 30

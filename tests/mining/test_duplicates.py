@@ -128,6 +128,7 @@ def test_shards_and_tasks_change_nothing(shard_size, tmp_path, monkeypatch):
 
 def test_a_killed_comparison_goes_on_where_it_was_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(near_duplicates, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(near_duplicates, "_BATCH_KEYS", 1)
     pairs_source = source(tmp_path, varied_rows(1))
     whole = find_duplicates(pairs_source, tmp_path / "whole", near_duplicates=0.7)
 
