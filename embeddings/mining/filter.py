@@ -58,7 +58,9 @@ RANKS = "ranks.npy"
 TIE = 1e-6
 NOT_RANKED = -1
 
-_QUERY_TILE, _DOCUMENT_TILE, _SHARD_PAIRS = 2048, 16384, 1 << 31
+# The scores of a tile stay in the cache of a CPU. A GPU multiplies this many tiles at once.
+_QUERY_TILE, _DOCUMENT_TILE, _GPU_TILES = 1024, 1024, 16
+_SHARD_PAIRS = 1 << 31
 _Int64s = npt.NDArray[np.int64]
 
 
@@ -176,8 +178,9 @@ def segment_ranks(
     is_in_segment_P = document_M[column_P] == known.row_P
     key_P = known.group_P[is_in_segment_P] * len(document_M) + column_P[is_in_segment_P]
     count_n = torch.zeros(len(row_n), dtype=torch.int32)
-    for first in range(0, len(document_M), _DOCUMENT_TILE):
-        tile_TD = vectors.document_shards.take(document_M[first : first + _DOCUMENT_TILE])
+    num_documents = _DOCUMENT_TILE * (1 if device.type == "cpu" else _GPU_TILES)
+    for first in range(0, len(document_M), num_documents):
+        tile_TD = vectors.document_shards.take(document_M[first : first + num_documents])
         tile_DT = torch.from_numpy(tile_TD).to(device).T
         for start in range(0, len(row_n), _QUERY_TILE):
             chunk = slice(start, start + _QUERY_TILE)
