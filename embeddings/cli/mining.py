@@ -329,6 +329,7 @@ def synthesize(
     prompts: PromptOptions,
     sampling: Sampling,
     limits: Limits,
+    task: TaskOptions,
 ) -> None:
     """Generate training records with a language model; to resume, run the same command again: no answer is paid twice.
 
@@ -358,9 +359,9 @@ def synthesize(
     encoder = None if judge is None else load_encoder(judge)
     client = ChatClient(endpoint, sampling, limits)
     if source is None:
-        report = generate.synthesize(output, plan, templates, client)
+        report = generate.synthesize(output, plan, templates, client, task.resolve())
     else:
-        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed)
+        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, task=task.resolve())
     print(synthesis_table(report, output))
     if encoder is not None:
         print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
@@ -390,7 +391,8 @@ def synthesis_table(report: SynthesisReport, output: Path) -> str:
     tokens = report.prompt_tokens + report.completion_tokens
     lines.append(f"{tokens} tokens: {report.prompt_tokens} of prompts, {report.completion_tokens} of answers")
     if not report.complete:
-        lines.append(f"the token budget is used up, {report.num_unasked} records were not requested;")
-        lines.append("to resume, run the same command with a larger token_budget")
+        needed = f"the next request may take {report.num_tokens_needed:,} tokens, more than the token budget leaves;"
+        unasked = f"{report.num_unasked} records were not requested, {report.num_unfinished} have no usable answer yet;"
+        lines += [needed, unasked, "to resume, run the same command with a larger token_budget"]
     lines += [f"wrote {count} records to {output / name}" for name, count in report.num_records.items()]
     return "\n".join(lines)

@@ -7,26 +7,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, PreemptedError
 from embeddings.common.io import atomic_path, check_manifest, file_hash, file_sha256, text_hash, write_manifest
-from embeddings.common.jobs import JobFolder, discard_on_user_error
-from embeddings.common.process import logger
+from embeddings.common.jobs import ArrayTask, JobFolder, discard_on_user_error
+from embeddings.common.process import EXIT_INTERRUPTED, logger
 from embeddings.data.readers import open_reader
 from embeddings.data.records import Record
 from embeddings.data.samplers.base import Apportionment
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.synthesis.client import (
-    ChatClient,
-    Request,
-    RequestRunner,
-    described,
-    make_request,
-    open_journal,
-    unusable_error,
-)
+from embeddings.synthesis.client import ChatClient, Request, make_request
 from embeddings.synthesis.prompts import (
     METHODS,
     REGENERATED_FIELD,
@@ -35,6 +27,14 @@ from embeddings.synthesis.prompts import (
     MethodName,
     Templates,
     reference_tasks,
+)
+from embeddings.synthesis.runner import (
+    Journal,
+    RequestRunner,
+    described,
+    journal_paths,
+    open_journal,
+    unusable_error,
 )
 from embeddings.synthesis.validate import (
     Reason,
@@ -61,8 +61,11 @@ class Item:
     read: Callable[[Any], dict[str, Any]]
     is_unique: bool = True
 
-    def request(self, seed: int, attempt: int) -> Request:
-        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read)
+    def request(self, seed: int, attempt: int, max_attempts: int) -> Request:
+        """The request of an attempt; an unusable answer is followed by the next attempt."""
+        is_last = attempt + 1 == max_attempts
+        retry = None if is_last else partial(self.request, seed, attempt + 1, max_attempts)
+        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read, retry=retry)
 
 
 class Rejection(NamedTuple):
@@ -74,32 +77,41 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The results of the items: `records` are the file and fields of each accepted record, by the item's index."""
+    """The results of the items by their answers so far.
+
+    Attributes:
+        records: The file and fields of each accepted record, by the item's index.
+        rejections: The rejected answers.
+        wanted: The attempt that each unfinished item needs next, by the item's index.
+    """
 
     records: dict[int, tuple[str, Fields]] = field(default_factory=dict)
     rejections: list[Rejection] = field(default_factory=list)
-    num_unasked: int = 0
+    wanted: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_unasked(self) -> int:
+        return sum(attempt == 0 for attempt in self.wanted.values())
 
 
-def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, seed: int) -> Outcome:
-    """Request all items, and again those whose answers are rejected, up to the client's `max_attempts`.
+MakeItems = Callable[[], Iterable[Item]]
 
-    Answers are checked in the order of the items, so the accepted records do not depend on their order of arrival.
+
+def read_outcome(items: MakeItems, total: int, journal: Journal, seed: int, max_attempts: int) -> Outcome:
+    """Check the answers of all items attempt by attempt, each in the order of the items.
+
+    So the accepted records do not depend on the order of arrival or on the process that asked. More answers only add
+    queries that others may repeat: what is wanted now is wanted then.
     """
-    if runner.exhausted:
-        return Outcome(num_unasked=total)
-    outcome, seen = Outcome(), set[tuple[str, int]]()
-    for attempt in range(runner.client.limits.max_attempts):
-        remaining = total - len(outcome.records)
-        requests = (item.request(seed, attempt) for index, item in enumerate(items()) if index not in outcome.records)
-        runner.run(requests, remaining, "examples" if attempt == 0 else f"examples, attempt {attempt + 1}")
+    outcome, seen = Outcome(wanted=dict.fromkeys(range(total), 0)), set[tuple[str, int]]()
+    for attempt in range(max_attempts):
         for index, item in enumerate(items()):
-            if index in outcome.records:
+            if outcome.wanted.get(index) != attempt:
                 continue
-            answer = runner.journal.get(item.request(seed, attempt).key)
+            answer = journal.get(item.request(seed, attempt, max_attempts).key)
             if answer is None:
-                outcome.num_unasked += attempt == 0
                 continue
+            del outcome.wanted[index]
             try:
                 fields = item.read(parse_answer(answer))
                 key = (item.file, text_hash(normalised(fields["query"])))
@@ -107,12 +119,41 @@ def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestR
                     raise RejectedAnswer("duplicate_query", fields["query"])
             except RejectedAnswer as rejected:
                 outcome.rejections.append(Rejection(item.id, attempt, rejected.reason, rejected.detail))
+                if attempt + 1 < max_attempts:
+                    outcome.wanted[index] = attempt + 1
                 continue
             seen.add(key)
             outcome.records[index] = item.file, fields
-        if runner.exhausted or len(outcome.records) == total:
+        if attempt + 1 not in outcome.wanted.values():
             break
     return outcome
+
+
+def ask_items(items: MakeItems, total: int, runner: RequestRunner, seed: int) -> Outcome:
+    """Request all items, and again those whose answers are rejected, up to the client's `max_attempts`.
+
+    An answer that is unusable by itself is followed by the item's next attempt. Which of two items with one query is
+    asked again is known once all other answers are there.
+    """
+    max_attempts = runner.client.limits.max_attempts
+    if runner.exhausted:
+        return Outcome(wanted=dict.fromkeys(range(total), 0))
+    while True:
+        runner.journal.refresh()
+        outcome = read_outcome(items, total, runner.journal, seed, max_attempts)
+        if not outcome.wanted or runner.exhausted:
+            return outcome
+        runner.run(
+            partial(_wanted_requests, items, outcome.wanted, seed, max_attempts), len(outcome.wanted), "examples"
+        )
+
+
+def _wanted_requests(
+    items: MakeItems, wanted: Mapping[int, int], seed: int, max_attempts: int
+) -> Iterator[tuple[int, Request]]:
+    for index, item in enumerate(items()):
+        if index in wanted:
+            yield index, item.request(seed, wanted[index], max_attempts)
 
 
 @dataclass(frozen=True)
@@ -127,6 +168,8 @@ class SynthesisReport:
         num_unasked: Records that were not requested because the token budget was used up.
         retries: Retries in the last run.
         complete: Whether all requests were sent.
+        num_unfinished: Records with rejected answers only, not requested again because the budget was used up.
+        num_tokens_needed: Tokens that the next request could take, more than the budget leaves; 0 if complete.
     """
 
     num_wanted: int
@@ -139,63 +182,87 @@ class SynthesisReport:
     completion_tokens: int
     retries: int = 0
     complete: bool = True
+    num_unfinished: int = 0
+    num_tokens_needed: int = 0
 
 
 @dataclass
 class Job:
-    folder: Path
+    folder: JobFolder
     runner: RequestRunner
     fields: Fields
-    task_rejections: list[Rejection] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
 
-    def run(
-        self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
-    ) -> SynthesisReport:
-        """Request the items, then write each file, the lines of `extra_files`, and the manifest."""
+    @property
+    def path(self) -> Path:
+        return self.folder.folder
+
+    def run(self, items: MakeItems, total: int, seed: int, extra_files: Mapping[str, Sequence[str]]) -> SynthesisReport:
+        """Request the items, then write each file, the lines of `extra_files`, and the manifest.
+
+        Of several tasks each writes what it knows, until one of them has all answers.
+        """
         if (finished := self.finished_report()) is not None:
             return finished
-        outcome = run_rounds(items, total, self.runner, seed)
+        outcome = ask_items(items, total, self.runner, seed)
+        self.rejections += outcome.rejections
         if total and not outcome.records and not self.runner.exhausted:
-            rejected = [described(rejection.reason, rejection.detail) for rejection in outcome.rejections]
-            raise unusable_error(self.runner.client.sampling.model, f"all {len(rejected)}", rejected)
+            self.fail(f"all {len(outcome.rejections)}", outcome.rejections)
+        with self.folder.lock():
+            return self.finished_report() or self._write(outcome, total, extra_files)
+
+    def fail(self, share: str, rejections: Sequence[Rejection]) -> NoReturn:
+        """Write the rejected answers, and raise the error of a model whose answers cannot be used."""
+        self._write_file("rejected.jsonl", self._rejected_lines())
+        shown = [described(rejection.reason, rejection.detail) for rejection in rejections]
+        raise unusable_error(self.runner.client.sampling, share, shown)
+
+    def _rejected_lines(self) -> list[str]:
+        # ASCII escapes, since an answer may contain unpaired surrogates.
+        return [json.dumps(item._asdict()) + "\n" for item in self.rejections]
+
+    def _write_file(self, name: str, lines: Iterable[str]) -> None:
+        with atomic_path(self.path / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    def _write(self, outcome: Outcome, total: int, extra_files: Mapping[str, Sequence[str]]) -> SynthesisReport:
         records: dict[str, list[str]] = {}
         for _, (name, fields) in sorted(outcome.records.items()):
             records.setdefault(name, []).append(json.dumps(fields, ensure_ascii=False) + "\n")
-        rejections = [*self.task_rejections, *outcome.rejections]
-        lines = (json.dumps(item._asdict()) + "\n" for item in rejections)
-        files = {**records, **extra_files, "rejected.jsonl": lines}
+        files = {**records, **extra_files, "rejected.jsonl": self._rejected_lines()}
         for name, content in files.items():
-            with atomic_path(self.folder / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(content)
+            self._write_file(name, content)
         journal = self.runner.journal
         report = SynthesisReport(
             num_wanted=total,
             num_records={name: len(lines) for name, lines in sorted(records.items())},
-            rejected=dict(Counter(item.reason for item in rejections).most_common()),
-            num_given_up=total - len(outcome.records) - outcome.num_unasked,
+            rejected=dict(Counter(item.reason for item in self.rejections).most_common()),
+            num_given_up=total - len(outcome.records) - len(outcome.wanted),
             num_unasked=outcome.num_unasked,
             num_answers=len(journal),
             prompt_tokens=journal.prompt_tokens,
             completion_tokens=journal.completion_tokens,
             retries=self.runner.client.retries,
             complete=not self.runner.exhausted,
+            num_unfinished=len(outcome.wanted) - outcome.num_unasked,
+            num_tokens_needed=self.runner.num_tokens_needed,
         )
-        previous = check_manifest(self.folder, {}).get("files", {})
-        hashes = {name: file_hash(self.folder / name) for name in sorted(files)}
+        previous = check_manifest(self.path, {}).get("files", {})
+        hashes = {name: file_hash(self.path / name) for name in sorted(files)}
         facts = {"complete": report.complete, "files": hashes, "report": asdict(report)}
-        write_manifest(self.folder, {**self.fields, **facts})
+        write_manifest(self.path, {**self.fields, **facts})
         # An earlier run may have written more files.
         for name in set(previous) - set(files):
-            (self.folder / name).unlink(missing_ok=True)
+            (self.path / name).unlink(missing_ok=True)
         return report
 
     def finished_report(self) -> SynthesisReport | None:
         """The report of an earlier run that finished this job, if all of its files exist; none may have changed."""
-        manifest = check_manifest(self.folder, {})
+        manifest = check_manifest(self.path, {})
         if not manifest["complete"] or any(manifest.get(name) != value for name, value in self.fields.items()):
             return None
         for name, digest in manifest["files"].items():
-            path = self.folder / name
+            path = self.path / name
             if not path.is_file():
                 return None
             if file_hash(path) != digest:
@@ -204,19 +271,31 @@ class Job:
 
 
 @contextmanager
-def open_job(folder: Path, identity: Fields, size: Fields, client: ChatClient) -> Iterator[Job]:
-    """The job of a folder, which is created if needed and locked by this process during the context.
+def open_job(
+    folder: Path, identity: Fields, size: Fields, client: ChatClient, task: ArrayTask | None = None
+) -> Iterator[Job]:
+    """The job of a folder, which is created if needed; this process locks its journal during the context.
 
     `identity` determines prompts and records, so an earlier run must have the same; `size` may change between runs.
     """
-    journal_path = folder / "journal.jsonl"
-    with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
-        fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
-        with (
-            open_journal(journal_path) as journal,
-            RequestRunner(client, journal) as runner,
-        ):
-            yield Job(folder, runner, fields)
+    size = {**size, "max_attempts": client.limits.max_attempts, "max_answer_tokens": client.sampling.max_answer_tokens}
+    with discard_on_user_error(folder, unless=lambda: _has_answers(folder), task=task):
+        job_folder = JobFolder(folder, {**identity, **client.sampling.fields}, defaults=size)
+        fields = {**job_folder.fields, **size}
+        with open_journal(folder, task) as journal, RequestRunner(client, journal, task) as runner:
+            try:
+                yield Job(job_folder, runner, fields)
+            except KeyboardInterrupt:
+                line = f"{len(journal):,} answers are saved in {folder}; the same command continues after them"
+                raise PreemptedError(line, EXIT_INTERRUPTED) from None
+
+
+def _has_answers(folder: Path) -> bool:
+    return any(path.stat().st_size > 0 for path in journal_paths(folder))
+
+
+def _lines(rows: Iterable[Fields]) -> Iterator[str]:
+    return (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 # The plan of a job.
@@ -235,7 +314,7 @@ class Plan:
         method: `mgh` generates four negatives of graded similarity in five categories, `nv_embed` the paper's three
             categories.
         num_examples: Records to request; None for 1,000.
-        num_tasks: Tasks to brainstorm; None for half of `num_examples`, as in NV-Embed.
+        num_brainstormed: Tasks to brainstorm; None for half of `num_examples`, as in NV-Embed.
         shares: Relative share of each category, such as `{short_long: 2, sts: 1}`; a missing category has share 0. None
             for the method's shares.
         tasks: The `tasks.jsonl` of another job, to use instead of brainstorming.
@@ -244,13 +323,13 @@ class Plan:
 
     method: MethodName = "mgh"
     num_examples: int | None = None
-    num_tasks: int | None = None
+    num_brainstormed: int | None = None
     shares: Mapping[str, float] | None = None
     tasks: Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_examples", "num_tasks"):
+        for name in ("num_examples", "num_brainstormed"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(name, value, "must be >= 1", "leave it out for the default")
@@ -287,8 +366,8 @@ class Plan:
         return Apportionment(list(self.weights.values()))
 
     def tasks_wanted(self) -> dict[str, int]:
-        num_tasks = self.num_tasks if self.num_tasks is not None else max(1, self.total // 2)
-        counts = self._apportionment.counts(num_tasks)
+        half = max(1, self.total // 2)
+        counts = self._apportionment.counts(half if self.num_brainstormed is None else self.num_brainstormed)
         return {name: max(1, count) for name, count in zip(self.weights, counts, strict=True)}
 
     def order(self) -> Iterator[tuple[Category, int]]:
@@ -301,7 +380,9 @@ class Plan:
             previous = counts
 
 
-def synthesize(output: Path, plan: Plan, templates: Templates, client: ChatClient) -> SynthesisReport:
+def synthesize(
+    output: Path, plan: Plan, templates: Templates, client: ChatClient, task: ArrayTask | None = None
+) -> SynthesisReport:
     """Write synthetic training records in two stages, with one file per category.
 
     Stage one requests lists of tasks until each category has enough different ones. Stage two requests one example for
@@ -314,12 +395,18 @@ def synthesize(output: Path, plan: Plan, templates: Templates, client: ChatClien
     (all answers) and `manifest.json` (the options that determine the records, and the report). An answered request is
     never sent again; a request in flight when the process is killed is.
 
+    The tasks of an array share the folder: each sends its share of the requests and saves the answers in its own
+    `journal-00000.jsonl`. It then sends the shares of tasks that do not run, and waits for those of tasks that do. The
+    files have the bytes of one process that gets the same answers.
+
     Args:
         output: A folder that is new, empty, or from an earlier run of the same job, which is resumed. A resumed job may
-            request more examples if `num_tasks` is the same.
+            request more examples if `num_brainstormed` is the same.
         plan: What to generate.
         templates: The prompts.
-        client: The endpoint, and the limits on its use.
+        client: The endpoint, and the limits on its use. The tasks of an array have equal shares of the token budget and
+            of the requests per minute.
+        task: The task of an array; None for one process.
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
         section 4.3, Tables 15 and 16. Differs: the prompts are ours, written to the papers' specification;
@@ -336,18 +423,20 @@ def synthesize(output: Path, plan: Plan, templates: Templates, client: ChatClien
         "num_tasks": None if plan.tasks is not None else plan.tasks_wanted(),
         "task_file_sha256": None if plan.tasks is None else file_sha256(plan.tasks),
         "templates_sha256": templates.sha256,
-        **client.sampling.fields,
     }
-    size = {"num_examples": plan.total, "max_attempts": client.limits.max_attempts}
-    with open_job(output, identity, size, client) as job:
-        # If the budget ends stage one, the lists are shorter than those of a full run.
-        for name, num_tasks in plan.tasks_wanted().items() if plan.tasks is None else ():
-            category = plan.recipe.category(name)
-            tasks[name], rejections = brainstorm(category, num_tasks, templates, job.runner, plan.seed)
-            job.task_rejections += rejections
-        rows = ({"category": name, "task": task} for name, category_tasks in tasks.items() for task in category_tasks)
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        return job.run(partial(plan_items, plan, templates, tasks), plan.total, plan.seed, {"tasks.jsonl": lines})
+    with open_job(output, identity, {"num_examples": plan.total}, client, task) as job:
+        if (finished := job.finished_report()) is not None:
+            return finished
+        if plan.tasks is None:
+            # If the budget ends stage one, the lists are shorter than those of a full run.
+            tasks, rejections = brainstorm(plan.tasks_wanted(), templates, job.runner, plan.seed)
+            job.rejections = [rejection for found in rejections.values() for rejection in found]
+            for name, found in tasks.items():
+                if not found and not job.runner.exhausted:
+                    job.fail(f"{name}: all {len(rejections[name])}", rejections[name])
+        rows = ({"category": name, "task": text} for name, found in tasks.items() for text in found)
+        items = partial(plan_items, plan, templates, tasks)
+        return job.run(items, plan.total, plan.seed, {"tasks.jsonl": list(_lines(rows))})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
@@ -377,41 +466,52 @@ def dry_run(plan: Plan, templates: Templates) -> str:
 
 
 def brainstorm(
-    category: Category, num_tasks: int, templates: Templates, runner: RequestRunner, seed: int
-) -> tuple[list[str], list[Rejection]]:
-    """Request lists of tasks until there are enough different ones; returns up to `num_tasks`, and the rejections."""
-    tasks: dict[str, str] = {}
-    rejections: list[Rejection] = []
-    call = 0
+    wanted: Mapping[str, int], templates: Templates, runner: RequestRunner, seed: int
+) -> tuple[dict[str, list[str]], dict[str, list[Rejection]]]:
+    """Request lists of tasks of all categories at once, until each has enough different ones, at most eight times.
+
+    Returns up to as many tasks as are `wanted`, and the rejections, by category.
+    """
+    tasks: dict[str, dict[str, str]] = {name: {} for name in wanted}
+    rejections: dict[str, list[Rejection]] = {name: [] for name in wanted}
+    num_calls = Counter[str]()
     for _ in range(MAX_ROUNDS):
-        missing = num_tasks - len(tasks)
-        if missing <= 0 or runner.exhausted:
-            break
-        calls = range(call, call + -(-missing // templates.method.tasks_per_list))
-        call = calls.stop
         requests = [
-            make_request(f"tasks/{category.name}/{n}", templates.brainstorm(category, seed, n), seed, read_tasks, False)
-            for n in calls
+            (name, number, _list_request(templates, name, number, seed))
+            for name, num_tasks in wanted.items()
+            for number in _next_calls(num_calls, name, num_tasks - len(tasks[name]), templates.method.tasks_per_list)
         ]
-        runner.run(requests, len(requests), f"tasks, {category.name}")
-        for number, request in zip(calls, requests, strict=True):
+        if not requests or runner.exhausted:
+            break
+        runner.run(partial(enumerate, [request for *_, request in requests]), len(requests), "tasks")
+        for name, number, request in requests:
             answer = runner.journal.get(request.key)
             if answer is None:
                 continue
             try:
                 new_tasks = read_tasks(parse_answer(answer))
             except RejectedAnswer as rejected:
-                name = f"tasks-{category.name}-{number}"
-                rejections.append(Rejection(name, 0, rejected.reason, rejected.detail))
+                id = f"tasks-{name}-{number}"
+                rejections[name].append(Rejection(id, 0, rejected.reason, rejected.detail))
                 continue
             for task in new_tasks:
-                tasks.setdefault(normalised(task), task)
-    if not tasks and not runner.exhausted:
-        shown = [described(rejection.reason, rejection.detail) for rejection in rejections]
-        raise unusable_error(runner.client.sampling.model, f"{category.name}: all {call}", shown)
-    if len(tasks) < num_tasks:
-        logger.warning("%s: %d different tasks, %d were requested", category.name, len(tasks), num_tasks)
-    return list(tasks.values())[:num_tasks], rejections
+                tasks[name].setdefault(normalised(task), task)
+    for name, num_tasks in wanted.items():
+        if len(tasks[name]) < num_tasks:
+            logger.warning("%s: %d different tasks, %d were requested", name, len(tasks[name]), num_tasks)
+    return {name: list(found.values())[: wanted[name]] for name, found in tasks.items()}, rejections
+
+
+def _next_calls(num_calls: Counter[str], name: str, num_missing: int, tasks_per_list: int) -> range:
+    """The numbers of the next lists of a category, which are then counted."""
+    first = num_calls[name]
+    num_calls[name] += max(0, -(-num_missing // tasks_per_list))
+    return range(first, num_calls[name])
+
+
+def _list_request(templates: Templates, name: str, number: int, seed: int) -> Request:
+    prompt = templates.brainstorm(templates.method.category(name), seed, number)
+    return make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks, wants_object=False)
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
@@ -441,6 +541,7 @@ def regenerate_negatives(
     client: ChatClient,
     *,
     seed: int = 0,
+    task: ArrayTask | None = None,
 ) -> SynthesisReport:
     """Write the records of a source with four new negatives each, of the levels 1 (hardest) to 4.
 
@@ -457,11 +558,9 @@ def regenerate_negatives(
         "source_key": cached.key,
         "seed": seed,
         "templates_sha256": templates.sha256,
-        **client.sampling.fields,
     }
-    size = {"max_attempts": client.limits.max_attempts}
     total, items = len(cached.table), partial(pair_items, source, cached, templates)
-    with open_job(output, identity, size, client) as job:
+    with open_job(output, identity, {}, client, task) as job:
         return job.run(items, total, seed, {})
 
 

@@ -36,13 +36,17 @@ class RejectedAnswer(Exception):
 
 
 class Answer(NamedTuple):
-    """One answer of an endpoint, as saved in the journal; `refused` says why the model or the endpoint refused."""
+    """One answer of an endpoint, as saved in the journal.
+
+    `refused` says why the model or the endpoint refused; `limit` is the maximum of tokens at which it was cut off.
+    """
 
     content: str | None
     finish_reason: str | None = None
     refused: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    limit: int | None = None
 
 
 def parse_answer(answer: Answer) -> Any:

@@ -1,6 +1,8 @@
 """`synthesize` through the command line: records, reports, and one line and an exit code for errors."""
 
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -26,7 +28,7 @@ def run(endpoint, *options):
 
 def test_records_are_written_and_reported(work, capsys):
     with chat_server(answers_badly) as server:
-        options = ["--num-examples", "20", "--num-tasks", "10", "--method", "nv_embed", "--seed=4"]
+        options = ["--num-examples", "20", "--num-brainstormed", "10", "--method", "nv_embed", "--seed=4"]
         assert run(server.endpoint, *options) == 0
         printed = capsys.readouterr().out
         assert run(server.endpoint, *options) == 0
@@ -104,6 +106,43 @@ def test_a_judge_reports_the_similarity_of_levels_and_is_loaded_before_any_reque
     assert f"mean cosine with the query by {model}, 6 records:" in printed
     assert all(f"\n  level {level}  " in printed for level in range(1, 5))
     assert "similarity decreases from level to level in " in printed
+
+
+def test_ctrl_c_says_how_many_answers_are_saved(work, capsys):
+    def behaviour(prompt, seed, count):
+        if len(server.requests) == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+            return Reply("[]", seconds=2)
+        return answers_well(prompt, seed, count)
+
+    with chat_server(behaviour) as server:
+        assert run(server.endpoint, "--num-examples", "20", "--concurrency", "1") == 130
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error == "interrupted: 8 answers are saved in out; the same command continues after them"
+        first = {request["seed"] for request in server.requests[:8]}
+        server.behaviour = answers_well
+        assert run(server.endpoint, "--num-examples", "20") == 0
+        assert not first & {request["seed"] for request in server.requests[9:]}
+    assert "20 records of 20" in capsys.readouterr().out
+
+
+def test_the_end_of_a_budget_says_what_is_missing(work, capsys):
+    """After three good examples all answers are unusable, so the fourth is asked for until the budget ends."""
+
+    def behaviour(prompt, seed, count):
+        return answers_well(prompt, seed, count) if len(server.requests) <= 5 + 3 else Reply("{}")
+
+    options = ["--num-examples", "12", "--num-brainstormed", "5", "--max-answer-tokens", "300", "--concurrency", "1"]
+    options += ["--max-attempts", "50"]
+    with chat_server(behaviour) as server:
+        assert run(server.endpoint, *options, "--token-budget", "7000") == 0
+    printed = capsys.readouterr().out
+    report = json.loads((work / "out" / "manifest.json").read_text())["report"]
+    needed, unasked, unfinished = (report[f"num_{name}"] for name in ("tokens_needed", "unasked", "unfinished"))
+    assert report["prompt_tokens"] + report["completion_tokens"] + needed > 7000
+    assert (sum(report["num_records"].values()), unfinished, unasked) == (3, 1, 8)
+    assert f"the next request may take {needed:,} tokens, more than the token budget leaves;" in printed
+    assert f"{unasked} records were not requested, {unfinished} have no usable answer yet;" in printed
 
 
 BAD = [

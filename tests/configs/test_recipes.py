@@ -186,4 +186,4 @@ def test_a_synthesis_config_parses_and_plans(name: str, capsys: pytest.CaptureFi
     assert main([*line, "--output", str(tmp_path / "out"), "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["method"] == name
-    assert (printed["num_examples"], printed["num_tasks"], printed["token_budget"]) == JOBS[name]
+    assert (printed["num_examples"], printed["num_brainstormed"], printed["token_budget"]) == JOBS[name]

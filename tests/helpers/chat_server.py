@@ -15,7 +15,8 @@ from typing import Any
 class Reply:
     """The server's reply to one request; `error` replaces the answer if the status is not 200.
 
-    The server waits `seconds` before it sends anything, and `trickle_seconds` between tenths of the body.
+    The server waits `seconds` before it sends anything, and `trickle_seconds` between tenths of the body. If the
+    request asks for it, an answer is streamed: in parts of `part_characters`, without its end if `breaks_off`.
     """
 
     content: str | None = ""
@@ -30,6 +31,8 @@ class Reply:
     finish_reason: str = "stop"
     refusal: str | None = None
     usage: bool = True
+    part_characters: int = 64
+    breaks_off: bool = False
 
 
 Behaviour = Callable[[str, int, int], Reply]
@@ -91,6 +94,8 @@ class ChatServer:
         self.endpoint = ""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        # Requests whose client closed the connection before the answer was complete.
+        self.num_cancelled = 0
         self._lock = threading.Lock()
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
@@ -106,17 +111,30 @@ class ChatServer:
         if reply.hangs_up:
             handler.close_connection = True
             return
+        is_stream = bool(request.get("stream")) and reply.status == 200 and reply.body is None
         body = reply.body if reply.body is not None else json.dumps(_body(reply, prompt)).encode()
+        kind = "text/event-stream" if is_stream else "application/json"
         handler.send_response(reply.status)
-        for name, value in {"Content-Type": "application/json", **reply.headers}.items():
+        for name, value in {"Content-Type": kind, **reply.headers}.items():
             handler.send_header(name, value)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
         step = -(-len(body) // 10) if reply.trickle_seconds else len(body)
-        for start in range(0, len(body), max(1, step)):
-            handler.wfile.write(body[start : start + step])
-            handler.wfile.flush()
-            time.sleep(reply.trickle_seconds)
+        pieces = [body[start : start + step] for start in range(0, len(body), max(1, step))]
+        if is_stream:
+            # The end of the connection ends the body.
+            handler.send_header("Connection", "close")
+            pieces = [f"data: {event}\n\n".encode() for event in _events(reply, prompt)]
+        else:
+            handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        try:
+            for piece in pieces:
+                handler.wfile.write(piece)
+                handler.wfile.flush()
+                time.sleep(reply.trickle_seconds)
+        except ConnectionError:
+            with self._lock:
+                self.num_cancelled += 1
+            raise
 
 
 @contextmanager
@@ -166,3 +184,23 @@ def _body(reply: Reply, prompt: str) -> dict[str, Any]:
         tokens = len(prompt) // 4, len(reply.content or "") // 4
         body["usage"] = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
     return body
+
+
+def _events(reply: Reply, prompt: str) -> Iterator[str]:
+    """The events of a streamed answer: its parts, its end, and its tokens."""
+    whole = _body(reply, prompt)
+    common = {**whole, "object": "chat.completion.chunk"}
+    usage = common.pop("usage", None)
+
+    def event(delta: dict[str, Any], finish_reason: str | None = None) -> str:
+        return json.dumps({**common, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
+
+    yield event({"role": "assistant", "content": "" if reply.content == "" else None, "refusal": reply.refusal})
+    content = reply.content or ""
+    for start in range(0, len(content), reply.part_characters):
+        yield event({"content": content[start : start + reply.part_characters]})
+    if not reply.breaks_off:
+        yield event({}, reply.finish_reason)
+        if usage is not None:
+            yield json.dumps({**common, "choices": [], "usage": usage})
+        yield "[DONE]"

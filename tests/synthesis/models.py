@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from embeddings.synthesis.client import Journal, Limits, Request, RequestRunner, Sampling, open_journal
+from embeddings.synthesis.client import Limits, Request, Sampling
+from embeddings.synthesis.runner import Journal, RequestRunner, open_journal
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, answers_well
 
@@ -41,7 +42,7 @@ class FakeClient:
     ) -> None:
         self.behaviour, self.shuffled = behaviour, shuffled
         self.sampling, self.limits = sampling or Sampling("model"), limits
-        self.retries, self.stopped = 0, False
+        self.retries, self.num_parts, self.num_tasks, self.stopped = 0, 0, 1, False
         self.asked: list[Request] = []
         self.max_in_flight = self.in_flight = 0
 
@@ -68,7 +69,7 @@ class FakeClient:
 @contextmanager
 def make_runner(folder: Path, client: FakeClient) -> Iterator[tuple[RequestRunner, Journal]]:
     """A runner with a journal in a folder."""
-    with open_journal(folder / "journal.jsonl") as journal, RequestRunner(client, journal) as runner:
+    with open_journal(folder) as journal, RequestRunner(client, journal) as runner:
         yield runner, journal
 
 
@@ -77,5 +78,5 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.name not in ("journal.jsonl", "manifest.json")
+        if not path.name.startswith("journal") and path.name != "manifest.json"
     }

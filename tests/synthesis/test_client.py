@@ -1,27 +1,15 @@
-"""Single requests through the real client, and many requests within limits and a budget, each sent once."""
+"""Single requests through the real client: options, streamed answers, refusals and failures."""
 
 import asyncio
-import os
-import threading
 import time
-from email.utils import formatdate
 
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.synthesis.client import (
-    FEW_ANSWERS,
-    ChatClient,
-    EndpointError,
-    Limits,
-    Sampling,
-    make_request,
-    open_journal,
-)
+from embeddings.synthesis.client import ChatClient, EndpointError, Limits, Sampling, make_request
 from embeddings.synthesis.validate import Answer, RejectedAnswer
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import refused
-from tests.synthesis.models import FakeClient, make_runner
 
 
 def read(value):
@@ -60,7 +48,27 @@ def test_an_answer_has_its_token_counts():
         "seed": REQUEST.seed,
         "temperature": 1.0,
         "max_tokens": 4096,
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply('{"query": "é \\ud800"}\n', part_characters=1),
+        Reply(None),
+        Reply("", refusal="I will not"),
+        Reply("x", finish_reason="length"),
+        Reply("x", usage=False),
+    ],
+)
+def test_a_streamed_answer_is_the_whole_answer(reply):
+    (streamed, first), (whole, second) = (ask(reply, Sampling("m", stream=stream)) for stream in (True, False))
+    assert streamed == whole
+    assert first.requests[0]["stream"]
+    assert "stream" not in second.requests[0]
+    assert "stream_options" not in second.requests[0]
 
 
 def test_the_options_of_a_request_reach_the_endpoint():
@@ -81,6 +89,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     assert ask(Reply("[1]"))[1].headers[0]["authorization"] == "Bearer sk-secret"
 
 
+EVENTS = {"Content-Type": "text/event-stream"}
 OTHER = Answer(None, refused="the response is not a chat completion")
 
 
@@ -126,7 +135,11 @@ def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
         (Reply(body=b"<html>"), "status 200 without an answer: <html>"),
         (Reply(body=b"[1]"), "status 200 without an answer: [1]"),
         (Reply(body=b'{"error": "overloaded"}'), "status 200 without an answer: overloaded"),
-        (Reply("[1]", seconds=0.6), "no answer in 0.3 s"),
+        (Reply("[1]", seconds=0.6), "no part of an answer in 0.3 s"),
+        (Reply("[1]", breaks_off=True), "the answer ended early"),
+        (Reply(body=b'data: {"error": {"message": "overloaded"}}\n\n', headers=EVENTS), "broke off (overloaded)"),
+        (Reply(body=b"data: {nonsense\n\n", headers=EVENTS), "the answer broke off ("),
+        (Reply(body=b"data: [1]\n\n", headers=EVENTS), "the answer broke off ("),
     ],
 )
 def test_an_endpoint_that_does_not_answer_ends_the_job_with_code_74(reply, says):
@@ -142,178 +155,21 @@ def test_an_endpoint_that_is_not_an_http_url_is_refused(endpoint):
     refused(OptionError, "endpoint must be an HTTP URL", ChatClient, endpoint, Sampling("m"))
 
 
-REQUESTS = [make_request(f"example/a-{number}/0", f"prompt {number}", 0, read) for number in range(12)]
+def test_a_long_answer_needs_only_its_parts_in_time():
+    start = time.monotonic()
+    answer, _ = ask(Reply("x" * 640, trickle_seconds=0.05), timeout_seconds=0.4)
+    assert (answer.content, time.monotonic() - start > 0.4) == ("x" * 640, True)
 
 
-def ask_all(folder, client, requests=REQUESTS):
-    with make_runner(folder, client) as (runner, journal):
-        runner.run(iter(requests), len(requests), "requests")
-    return runner, journal
-
-
-def test_every_request_is_answered_and_none_twice(tmp_path):
-    client = FakeClient(shuffled=True)
-    ask_all(tmp_path, client, REQUESTS[:5])
-    _, journal = ask_all(tmp_path, client)
-    assert sorted(request.key for request in client.asked) == sorted(request.key for request in REQUESTS)
-    assert len(journal) == 12
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 50])
-def test_the_number_of_concurrent_requests_is_the_limit(tmp_path, concurrency):
-    client = FakeClient(lambda prompt, seed, count: Reply("[1]", seconds=0.005), limits=Limits(concurrency=concurrency))
-    ask_all(tmp_path, client)
-    assert client.max_in_flight == min(concurrency, 12)
-
-
-def test_a_failed_request_is_retried(tmp_path, caplog, quick_retries):
-    def behaviour(prompt, seed, count):
-        if prompt == "prompt 0" and count < 2:
-            return Reply(status=500) if count else Reply(body=b"<html>", headers={"Content-Type": "text/html"})
-        return Reply("[1]")
-
-    with chat_server(behaviour) as server:
-        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=2))
-        _, journal = ask_all(tmp_path, client, REQUESTS[:3])
-    assert (len(journal), client.retries) == (3, 2)
-    assert sum("; retrying at most 2 times" in message for message in caplog.messages) == 1
-
-
-@pytest.mark.parametrize("as_date", [False, True])
-def test_an_obeyed_rate_limit_is_no_failure_and_spreads_the_requests(as_date, tmp_path):
-    """One request in a window is answered; all workers are refused in the first one."""
-    window, answered, lock = (1.0 if as_date else 0.2), [], threading.Lock()
-
-    def behaviour(prompt, seed, count):
-        with lock:
-            if answered and time.monotonic() - answered[-1] < window:
-                date = formatdate(time.time() + 2, usegmt=True)
-                return Reply(status=429, headers={"Retry-After": date if as_date else str(window)})
-            answered.append(time.monotonic())
-        return Reply("[1]")
-
-    requests = REQUESTS[: 3 if as_date else 8]
-    with chat_server(behaviour) as server:
-        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=1))
-        _, journal = ask_all(tmp_path, client, requests)
-        assert len(journal) == len(requests)
-        assert len(server.requests) < 4 * len(requests)
-
-
-def test_an_endpoint_that_refuses_for_ever_ends_the_job(tmp_path):
-    limited = Reply(status=429, error="slow down", headers={"Retry-After": "0.01"})
-    with chat_server(lambda prompt, seed, count: limited) as server:
-        client = ChatClient(server.endpoint, Sampling("m"), Limits(max_retries=2, concurrency=2))
-        with pytest.raises(EndpointError, match="status 429: slow down"):
-            ask_all(tmp_path, client)
-        assert 5 <= len(server.requests) <= 6
-
-
-@pytest.mark.parametrize("share", [0.95, 1.0])
-def test_a_job_stops_if_most_answers_are_unusable(share, tmp_path):
-    """After a first answer; the two that are shown have their causes."""
-    bad = ["{}", "I'm sorry, but I cannot"]
-    client = FakeClient(
-        lambda prompt, seed, count: Reply("[1]" if prompt == "prompt 0" else bad[len(client.asked) % 2]),
-        limits=Limits(concurrency=1, max_unusable=share),
-    )
-    requests = [make_request(f"a/{number}", f"prompt {number}", 0, read) for number in range(2 * FEW_ANSWERS)]
-    if share == 1:
-        ask_all(tmp_path, client, requests)
-        return
-    says = "20 of the last 21 answers are unusable, such as "
-    message = refused(InputError, says, ask_all, tmp_path, client, requests)
-    assert "missing field: '{}'" in message
-    assert 'not json: "I\'m sorry, but I cannot"' in message
-    assert len(client.asked) == FEW_ANSWERS + 1
-
-
-def test_after_the_last_retry_the_job_stops_and_answers_in_flight_are_saved(tmp_path, quick_retries):
-    failed = threading.Event()
-
-    def behaviour(prompt, seed, count):
-        if prompt == "prompt 1":
-            if count == 2:
-                failed.set()
-            return Reply(status=503)
-        # Answers come after the failure.
-        return Reply("[1]", seconds=0.2 if failed.wait(5) else 0)
-
-    with chat_server(behaviour) as server:
-        client = ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=4, max_retries=2))
-        with pytest.raises(EndpointError, match=r"status 503: no.*the same command resumes"):
-            ask_all(tmp_path, client)
-        answered = {request["seed"] for request in server.requests} - {REQUESTS[1].seed}
-        assert len(answered) == 3
-        assert len(server.requests) == 3 + 3
-        server.behaviour = lambda prompt, seed, count: Reply("[1]")
-        server.requests.clear()
-        _, journal = ask_all(tmp_path, client)
-        assert len(journal) == 12
-        assert not answered & {request["seed"] for request in server.requests}
-
-
-def test_a_stopping_job_retries_no_other_request(tmp_path):
-    def behaviour(prompt, seed, count):
-        if prompt == "prompt 0":
-            return Reply(status=500)
-        return Reply(status=402, error="no money")
-
-    with chat_server(behaviour) as server:
-        client = ChatClient(server.endpoint, Sampling("m"))
-        with pytest.raises(EndpointError, match="no money"):
-            ask_all(tmp_path, client, REQUESTS[:2])
-        assert len(server.requests) == 2
-
-
-def test_a_refused_prompt_counts_as_answered_after_another_answer(tmp_path):
-    refusal = Reply(None, refusal="status 400: no", usage=False)
-    client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("[1]"))
-    client.limits = Limits(concurrency=1)
-    _, journal = ask_all(tmp_path, client)
-    assert (len(journal), journal.num_answers) == (12, 11)
-    ask_all(tmp_path, client)
-    assert len(client.asked) == 12
-
-
-@pytest.mark.parametrize("concurrency", [1, 6])
-def test_the_budget_is_never_exceeded_in_one_run_or_several(tmp_path, concurrency):
-    # Prompts have about 8 bytes, and answers have the maximum of 40 tokens.
-    client = FakeClient(lambda prompt, seed, count: Reply("x" * 160, seconds=0.001), sampling=Sampling("m", 1.0, 40))
-    each = len("prompt 0") // 4 + 40
-    client.limits = Limits(concurrency=concurrency, token_budget=6 * each)
-    runner, journal = ask_all(tmp_path, client)
-    spent = journal.prompt_tokens + journal.completion_tokens
-    assert runner.exhausted
-    assert 3 * each <= spent <= 6 * each
-    runner, journal = ask_all(tmp_path, client)
-    assert runner.exhausted
-    assert journal.prompt_tokens + journal.completion_tokens == spent
-    client.limits = Limits(token_budget=12 * each + 200)
-    runner, journal = ask_all(tmp_path, client)
-    assert not runner.exhausted
-    assert len(journal) == len(client.asked) == 12
-
-
-def test_a_budget_needs_an_endpoint_that_reports_tokens(tmp_path):
-    client = FakeClient(lambda prompt, seed, count: Reply("x", usage=False), limits=Limits(token_budget=10**6))
-    refused(InputError, "does not report the tokens .* leave token_budget out", ask_all, tmp_path, client)
-    client.limits = Limits()
-    _, journal = ask_all(tmp_path, client)
-    assert len(client.asked) == len(journal) == 12
-
-
-def test_requests_and_retries_are_spaced_evenly(tmp_path, quick_retries):
-    times = []
-
-    def behaviour(prompt, seed, count):
-        times.append(time.monotonic())
-        return Reply("[1]") if count else Reply(status=500)
-
-    with chat_server(behaviour) as server:
-        ask_all(tmp_path, ChatClient(server.endpoint, Sampling("m"), Limits(requests_per_minute=60 * 50)))
-    assert len(times) == 24
-    assert max(times) - min(times) >= 0.4
+def test_an_answer_that_is_given_up_is_cancelled_at_the_server():
+    reply = Reply("x" * 6400, trickle_seconds=0.25)
+    with chat_server(lambda prompt, seed, count: reply) as server:
+        with pytest.raises(EndpointError, match=r"no part of an answer in 0\.1 s"):
+            ask_at(server.endpoint, timeout_seconds=0.1)
+        deadline = time.monotonic() + 5
+        while not server.num_cancelled and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server.num_cancelled == 1
 
 
 @pytest.mark.parametrize(
@@ -334,72 +190,3 @@ def test_requests_and_retries_are_spaced_evenly(tmp_path, quick_retries):
 def test_invalid_numbers_and_fields_are_refused(make, says):
     assert Limits(max_retries=0).max_retries == Sampling("m", 0).temperature == 0
     refused(OptionError, says, make)
-
-
-FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)
-REFUSED = Answer(None, None, "status 400: no", None, None)
-
-
-def test_answers_are_read_back_unchanged_after_reopening(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    with open_journal(path) as journal:
-        journal.append("a", FULL)
-        journal.append("b", REFUSED)
-        assert journal.get("a") == FULL
-    with open_journal(path) as journal:
-        assert (journal.get("a"), journal.get("b"), journal.get("c")) == (FULL, REFUSED, None)
-        assert (len(journal), journal.num_answers) == (2, 1)
-        assert (journal.prompt_tokens, journal.completion_tokens) == (11, 5)
-        journal.append("c", Answer("x", prompt_tokens=1))
-        assert journal.prompt_tokens == 12
-        assert journal.get("a") == FULL
-        assert journal.get("c") == Answer("x", prompt_tokens=1)
-
-
-@pytest.fixture
-def path(tmp_path):
-    """A journal of one answer."""
-    path = tmp_path / "journal.jsonl"
-    with open_journal(path) as journal:
-        journal.append("a", FULL)
-    return path
-
-
-def test_an_incomplete_last_line_is_removed_at_any_length(path):
-    first = path.stat().st_size
-    with open_journal(path) as journal:
-        journal.append("b", FULL)
-    whole = path.read_bytes()
-    for size in range(first, len(whole)):
-        path.write_bytes(whole[:size])
-        with open_journal(path) as journal:
-            assert (journal.get("a"), journal.get("b")) == (FULL, None)
-            journal.append("b", FULL)
-        assert path.read_bytes() == whole
-    path.write_bytes(whole[:first] + b'{"key": \x00\x00\n')
-    with open_journal(path) as journal:
-        assert len(journal) == 1
-
-
-def test_a_damaged_line_before_the_last_is_an_error_and_not_changed(path):
-    damaged = b"[1]\n" + path.read_bytes()
-    path.write_bytes(damaged)
-    with pytest.raises(InputError, match=r"journal.jsonl:1: is not a saved answer"), open_journal(path):
-        pass
-    assert path.read_bytes() == damaged
-
-
-def test_a_full_disk_leaves_no_half_line(path, monkeypatch):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
-    size = path.stat().st_size
-    with open_journal(path) as journal:
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            journal.append("b", FULL)
-        assert path.stat().st_size == size
-        assert journal.get("b") is None
-        monkeypatch.undo()
-        journal.append("b", FULL)
-        assert journal.get("b") == FULL

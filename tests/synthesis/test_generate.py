@@ -19,13 +19,13 @@ from embeddings.synthesis.generate import (
     MAX_ROUNDS,
     Item,
     Plan,
+    ask_items,
     brainstorm,
     dry_run,
     open_job,
     plan_items,
     read_task_file,
     regenerate_negatives,
-    run_rounds,
     synthesize,
 )
 from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, PromptOptions, Templates
@@ -36,7 +36,7 @@ from tests.helpers.forks import fork
 from tests.helpers.refusals import refused
 from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
 
-PLAN = Plan("mgh", 24, num_tasks=10, seed=5)
+PLAN = Plan("mgh", 24, num_brainstormed=10, seed=5)
 
 
 def run(folder, client, plan=PLAN, **options):
@@ -51,7 +51,7 @@ def records(path):
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_every_category_becomes_a_valid_source(tmp_path, method):
-    plan = Plan(method.name, 24, num_tasks=10)
+    plan = Plan(method.name, 24, num_brainstormed=10)
     report = run(tmp_path / "job", FakeClient(shuffled=True), plan)
     assert sum(report.num_records.values()) == 24
     assert set(report.num_records) == {f"{category.name}.jsonl" for category in method.categories}
@@ -67,7 +67,7 @@ def test_every_category_becomes_a_valid_source(tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, method):
-    plan = Plan(method.name, 48, num_tasks=10)
+    plan = Plan(method.name, 48, num_brainstormed=10)
     run(tmp_path / "first", FakeClient(), plan)
     seeded = Templates(method, PromptOptions(seeds=tmp_path / "first", num_seeds=2))
     for category in method.categories:
@@ -91,7 +91,7 @@ def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, met
 
 
 def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):
-    run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
+    run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_brainstormed=10))
     with pytest.raises(InputError, match=r"short_long\.jsonl: contains \d of the 9 records requested; lower num_seeds"):
         Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=9))
     with pytest.raises(InputError, match="contains no records of mgh; use the folder of a finished job"):
@@ -123,7 +123,7 @@ def test_every_section_of_the_plan_has_the_shares(shares):
 
 def test_no_malformed_answer_reaches_the_data(tmp_path):
     client = FakeClient(answers_badly, shuffled=True, limits=replace(EAGER, max_attempts=4))
-    report = run(tmp_path / "job", client, Plan("mgh", 60, num_tasks=5))
+    report = run(tmp_path / "job", client, Plan("mgh", 60, num_brainstormed=5))
     assert sum(report.num_records.values()) + report.num_given_up == 60
     assert sum(report.num_records.values()) > 30
     for reason in ("not_json", "cut_off", "refused", "empty_answer", "unusable_text", "empty_text", "wrong_type"):
@@ -138,15 +138,22 @@ def test_no_malformed_answer_reaches_the_data(tmp_path):
 
 
 def test_more_examples_request_only_the_new_ones(tmp_path):
-    run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_tasks=10))
+    run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_brainstormed=10))
     client = FakeClient()
-    assert run(tmp_path / "job", client, Plan("mgh", 24, num_tasks=10)).num_wanted == 24
+    assert run(tmp_path / "job", client, Plan("mgh", 24, num_brainstormed=10)).num_wanted == 24
     assert len(client.asked) == 14
-    run(tmp_path / "whole", FakeClient(), Plan("mgh", 24, num_tasks=10))
+    run(tmp_path / "whole", FakeClient(), Plan("mgh", 24, num_brainstormed=10))
     assert contents(tmp_path / "job") == contents(tmp_path / "whole")
-    refused(InputError, r"seed. is 0, expected 1", run, tmp_path / "job", client, Plan("mgh", 24, num_tasks=10, seed=1))
+    refused(
+        InputError,
+        r"seed. is 0, expected 1",
+        run,
+        tmp_path / "job",
+        client,
+        Plan("mgh", 24, num_brainstormed=10, seed=1),
+    )
     with pytest.raises(InputError, match=r"field .model. is .model., expected .other."):
-        run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan("mgh", 24, num_tasks=10))
+        run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan("mgh", 24, num_brainstormed=10))
 
 
 def test_tasks_of_another_job_replace_stage_one(tmp_path):
@@ -186,7 +193,7 @@ def test_a_dry_run_shows_a_prompt_of_each_kind():
     ("make", "says"),
     [
         (lambda: Plan("mgh", 0), "num_examples must be >= 1"),
-        (lambda: Plan("mgh", 5, 0), "num_tasks must be >= 1"),
+        (lambda: Plan("mgh", 5, 0), "num_brainstormed must be >= 1"),
         (lambda: Plan("nv_embed", 5, shares={"sts": 1}), "shares must name categories of nv_embed, got 'sts'"),
         (lambda: Plan("mgh", 5, shares={"sts": -1}), "shares.sts must be >= 0"),
         (lambda: Plan("mgh", 5, shares={"sts": float("nan")}), "shares.sts must be >= 0"),
@@ -203,7 +210,7 @@ def test_invalid_plans_are_refused(make, says):
 def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
     num_kills, num_examples, tmp_path, quick_retries
 ):
-    plan, draw = Plan("mgh", num_examples, num_tasks=5, seed=3), random.Random(0)
+    plan, draw = Plan("mgh", num_examples, num_brainstormed=5, seed=3), random.Random(0)
 
     def behaviour(prompt, seed, count):
         reply = answers_badly(prompt, seed, count)
@@ -259,12 +266,10 @@ def wait_for_answers(folder, count, process):
         time.sleep(0.002)
 
 
-SHORT_LONG = MGH.category("short_long")
-
-
 def list_tasks(folder, client, num_tasks):
     with make_runner(folder, client) as (runner, _):
-        return brainstorm(SHORT_LONG, num_tasks, Templates(MGH), runner, 0)
+        tasks, rejections = brainstorm({"short_long": num_tasks}, Templates(MGH), runner, 0)
+        return tasks["short_long"], rejections["short_long"]
 
 
 def lists_of(size, repeated=0):
@@ -292,8 +297,19 @@ def test_duplicate_tasks_are_dropped_and_more_are_requested_up_to_a_limit(
 
 
 def test_a_model_that_returns_no_tasks_is_an_input_error(tmp_path):
-    with pytest.raises(InputError, match=r"model: short_long: all 8 answers are unusable, such as empty answer"):
-        list_tasks(tmp_path, FakeClient(lambda prompt, seed, count: Reply("")), 5)
+    """The rejected lists are written; an answer that is cut off needs more tokens, which the folder accepts."""
+    plan = Plan("mgh", 10, num_brainstormed=5, shares={"short_long": 1})
+    says = r"model: short_long: all 8 answers are unusable, such as empty answer.* and a new folder"
+    refused(InputError, says, run, tmp_path / "job", FakeClient(lambda prompt, seed, count: Reply("")), plan)
+    lines = (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [f"tasks-short_long-{number}" for number in range(8)]
+    cut = FakeClient(
+        lambda prompt, seed, count: Reply("[", finish_reason="length"), sampling=Sampling("m", max_answer_tokens=9)
+    )
+    says = r"such as cut off.*; raise max_answer_tokens above 9: the same folder then asks for them again"
+    refused(InputError, says, run, tmp_path / "cut", cut, plan)
+    client = FakeClient(sampling=Sampling("m", max_answer_tokens=99))
+    assert run(tmp_path / "cut", client, plan).num_records == {"short_long.jsonl": 10}
 
 
 def test_a_task_file_is_read_by_category(tmp_path):
@@ -376,7 +392,7 @@ def echo(prompt, seed, count):
 
 def run_job(folder, client=None, identity=IDENTITY, size=SIZE, count=4):
     client = client or FakeClient(echo)
-    client.limits = replace(EAGER, max_attempts=2)
+    client.limits = replace(client.limits, max_attempts=2)
     with open_job(folder, identity, size, client) as job:
         return job.run(lambda: some_items(count), count, 0, {"extra.txt": ["one\n"]})
 
@@ -437,7 +453,7 @@ def test_a_smaller_job_leaves_no_old_file(tmp_path):
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
     with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient()) as job:
         refused(InputError, "is in use by another process", run_job, tmp_path / "job")
-        assert job.folder.is_dir()
+        assert job.path.is_dir()
     assert run_job(tmp_path / "job").num_answers == 4
 
 
@@ -452,7 +468,7 @@ def reasons(outcome):
 def rounds(folder, client, found, max_attempts=3, limits=EAGER):
     client.limits = replace(limits, max_attempts=max_attempts)
     with make_runner(folder, client) as (runner, _):
-        return run_rounds(lambda: iter(found), len(found), runner, seed=1)
+        return ask_items(lambda: iter(found), len(found), runner, seed=1)
 
 
 def test_rejected_items_are_requested_again_with_another_seed_up_to_the_limit(tmp_path):
