@@ -30,9 +30,9 @@ def main(model: str, corpus: str, output: str, workers: int = 1, gpus: float = 0
 
     pool = ray.data.ActorPoolStrategy(size=workers)
     rows = ray.data.read_json(corpus, lines=True)
-    rows.map_batches(
-        Encode, fn_constructor_args=(model,), compute=pool, num_gpus=gpus, batch_size=4096, zero_copy_batch=False
-    ).write_parquet(output)
+    # With a reserved CPU for each, as many workers as CPUs would leave none for reading, and the job would not move.
+    options = {"compute": pool, "num_cpus": 0, "num_gpus": gpus, "batch_size": 4096, "zero_copy_batch": False}
+    rows.map_batches(Encode, fn_constructor_args=(model,), **options).write_parquet(output)
 
 
 if __name__ == "__main__":

@@ -238,8 +238,9 @@ def test_the_notebook_does_what_the_quickstart_does(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ray_computes_the_vectors_of_the_encoder(world: Path, printed: Printed) -> None:
+    """With as many workers as CPUs, which leave some time for reading."""
     pytest.importorskip("ray")
-    run("ray_encode", world / "encoder", world / "validation" / "corpus.jsonl", "vectors")
+    run("ray_encode", world / "encoder", world / "validation" / "corpus.jsonl", "vectors", workers=os.cpu_count())
     table = pq.read_table("vectors")
     expected = Encoder.from_pretrained(str(world / "encoder"), device="cpu").encode_document(table["text"].to_pylist())
     assert np.array_equal(np.array(table["vector"].to_pylist(), dtype=np.float32), expected)
