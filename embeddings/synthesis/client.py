@@ -47,6 +47,7 @@ class Request(NamedTuple):
     """One prompt, sent as one user message; `key` is its name in the journal.
 
     `read` raises `RejectedAnswer` for an answer that cannot be used; `retry` makes the request that then follows.
+    `schema` is the JSON schema of an answer.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Request(NamedTuple):
     read: Callable[[Any], object]
     wants_object: bool = True
     retry: Callable[[], "Request"] | None = None
+    schema: Mapping[str, Any] | None = None
 
 
 def make_request(
@@ -64,10 +66,12 @@ def make_request(
     read: Callable[[Any], object],
     wants_object: bool = True,
     retry: Callable[[], Request] | None = None,
+    schema: Mapping[str, Any] | None = None,
 ) -> Request:
     """A request; its key contains a hash of the prompt, so that a saved answer is never used for another prompt."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
-    return Request(f"{name}/{digest}", prompt, derive_seed(seed, "request", name) % 2**31, read, wants_object, retry)
+    request_seed = derive_seed(seed, "request", name) % 2**31
+    return Request(f"{name}/{digest}", prompt, request_seed, read, wants_object, retry, schema)
 
 
 def check_numbers(options: object, *above_zero: str, from_zero: str) -> None:
@@ -91,6 +95,7 @@ class Sampling:
         extra_body: Additional fields of every request.
         stream: Whether answers come in parts, so that `timeout_seconds` limits the wait for each part, and an answer
             that is given up is not generated further. False for an endpoint that cannot stream.
+        json_schema: Whether to set `response_format` to the JSON schema of an example, for an endpoint that follows it.
     """
 
     model: str
@@ -100,6 +105,7 @@ class Sampling:
     json_mode: bool = False
     extra_body: Mapping[str, Any] | None = None
     stream: bool = True
+    json_schema: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_answer_tokens", from_zero="temperature")
@@ -109,7 +115,7 @@ class Sampling:
     @property
     def fields(self) -> dict[str, Any]:
         """The options that determine the answers, for the manifest."""
-        other = ("token_limit_field", "max_answer_tokens", "stream")
+        other = ("token_limit_field", "max_answer_tokens", "stream", "json_schema")
         values = {name: value for name, value in asdict(self).items() if name not in other}
         return {**values, "extra_body": dict(self.extra_body or {})}
 
@@ -124,6 +130,9 @@ class Sampling:
             body["temperature"] = self.temperature
         if self.json_mode and request.wants_object:
             body["response_format"] = {"type": "json_object"}
+        if self.json_schema and request.schema is not None:
+            schema = {"name": "example", "strict": True, "schema": dict(request.schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body

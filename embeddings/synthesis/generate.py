@@ -21,11 +21,13 @@ from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Request, make_request
 from embeddings.synthesis.prompts import (
     METHODS,
+    NEGATIVES_SCHEMA,
     REGENERATED_FIELD,
     Category,
     Method,
     MethodName,
     Templates,
+    answer_schema,
     reference_tasks,
 )
 from embeddings.synthesis.runner import (
@@ -60,12 +62,13 @@ class Item:
     prompt: str
     read: Callable[[Any], dict[str, Any]]
     is_unique: bool = True
+    schema: Fields | None = None
 
     def request(self, seed: int, attempt: int, max_attempts: int) -> Request:
         """The request of an attempt; an unusable answer is followed by the next attempt."""
         is_last = attempt + 1 == max_attempts
         retry = None if is_last else partial(self.request, seed, attempt + 1, max_attempts)
-        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read, retry=retry)
+        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read, True, retry, self.schema)
 
 
 class Rejection(NamedTuple):
@@ -440,11 +443,12 @@ def synthesize(
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
+    schemas = {category.name: answer_schema(category) for category in plan.categories}
     for category, index in plan.order():
         task = tasks[category.name][index % len(tasks[category.name])]
         prompt, name = templates.example(category, task, plan.seed, index), f"{category.name}-{index}"
         read = partial(read_example, category=category, task=task, prompt=prompt, id=name)
-        yield Item(name, f"{category.name}.jsonl", prompt, read)
+        yield Item(name, f"{category.name}.jsonl", prompt, read, schema=schemas[category.name])
 
 
 def dry_run(plan: Plan, templates: Templates) -> str:
@@ -568,7 +572,7 @@ def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates)
     for row, (_, record) in enumerate(read_records(source, cached)):
         prompt = templates.negatives(record.query, record.positives[0])
         read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)
-        yield Item(f"row-{row}", "records.jsonl", prompt, read, is_unique=False)
+        yield Item(f"row-{row}", "records.jsonl", prompt, read, is_unique=False, schema=NEGATIVES_SCHEMA)
 
 
 def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:

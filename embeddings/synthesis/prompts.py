@@ -244,6 +244,29 @@ def reference_tasks(category: Category) -> list[str]:
     return (_FOLDER / "reference_tasks" / f"{category.name}.txt").read_text(encoding="utf-8").splitlines()
 
 
+def answer_schema(category: Category) -> dict[str, Any]:
+    """The JSON schema of a model's answer (see `answer_of`), in the form that strict endpoints require."""
+    fields = {category.query_field, category.positive_field, *category.negative_fields}
+    properties: dict[str, Any] = {name: {"type": "string"} for name in sorted(fields)}
+    if category.graded:
+        properties[category.negative_fields[0]] = GRADED_SCHEMA
+    return _object_schema(properties)
+
+
+def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_LEVEL_SCHEMA = {"type": "string", "enum": sorted(set(LEVELS))}
+GRADED_SCHEMA = {
+    "type": "array",
+    "items": _object_schema({"similarity_level": _LEVEL_SCHEMA, "text": {"type": "string"}}),
+    "minItems": len(LEVELS),
+    "maxItems": len(LEVELS),
+}
+NEGATIVES_SCHEMA = _object_schema({REGENERATED_FIELD: GRADED_SCHEMA})
+
+
 def answer_of(record: Mapping[str, Any], category: Category) -> dict[str, Any]:
     """A record in the form of a model's answer: the inverse of `validate.read_example`."""
     negatives: dict[str, Any] = dict(zip(category.negative_fields, record["negatives"], strict=False))

@@ -56,7 +56,9 @@ def test_pairs_get_new_negatives(work, capsys):
     rows = [{"question": f"question {n}", "positive": f"answer {n}", "negatives": ["old"]} for n in range(4)]
     (work / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with chat_server() as server:
-        assert run(server.endpoint, "--regenerate-negatives", "pairs.jsonl", "--columns", "{query: question}") == 0
+        options = ["--regenerate-negatives", "pairs.jsonl", "--columns", "{query: question}", "--no-stream"]
+        assert run(server.endpoint, *options) == 0
+        assert "stream" not in server.requests[0]
     assert "wrote 4 records to out/records.jsonl" in capsys.readouterr().out
     first = json.loads((work / "out" / "records.jsonl").read_text().splitlines()[0])
     assert (first["query"], first["positive"]) == ("question 0", ["answer 0"])

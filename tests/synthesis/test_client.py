@@ -81,6 +81,12 @@ def test_the_options_of_a_request_reach_the_endpoint():
     assert not {"temperature", "max_tokens"} & set(body)
     _, server = ask(Reply("[1]"), sampling, LIST_REQUEST)
     assert "response_format" not in server.requests[0]
+    schema = {"type": "object", "properties": {}}
+    for request, expected in ((REQUEST._replace(schema=schema), "json_schema"), (LIST_REQUEST, None)):
+        _, server = ask(Reply("[1]"), Sampling("m", json_schema=True), request)
+        form = server.requests[0].get("response_format", {})
+        assert form.get("type") == expected
+        assert form.get("json_schema", {}).get("schema") == request.schema
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.synthesis.prompts import LEVELS, METHODS, MGH, NV_EMBED, PromptOptions, Templates, reference_tasks
+from embeddings.synthesis.prompts import (
+    LEVELS,
+    METHODS,
+    MGH,
+    NV_EMBED,
+    PromptOptions,
+    Templates,
+    answer_of,
+    answer_schema,
+    reference_tasks,
+)
 from tests.helpers.refusals import refused
 
 SHORT_LONG = MGH.category("short_long")
@@ -101,3 +111,22 @@ def test_a_prompt_names_every_field_of_its_answer(method, category):
     assert asked == [category.query_field, category.positive_field, *category.negative_fields]
     levels = re.findall(r'"similarity_level": "(\w+)"', prompt)
     assert levels == (list(LEVELS) if category.graded else [])
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_the_schema_of_a_category_has_the_fields_of_its_answers(method):
+    for category in method.categories:
+        schema = answer_schema(category)
+        negatives = [{"text": f"n{level}", "level": level} for level in range(1, 5)] if category.graded else ["m", "n"]
+        answer = answer_of({"query": "q", "positive": "p", "negatives": negatives}, category)
+        assert set(schema["required"]) == set(schema["properties"]) == set(answer)
+        for name, value in answer.items():
+            field = schema["properties"][name]
+            assert field["type"] == {str: "string", list: "array"}[type(value)]
+            if isinstance(value, list):
+                assert field["minItems"] == field["maxItems"] == len(value)
+                item = field["items"]
+                assert all(set(each) == set(item["required"]) == set(item["properties"]) for each in value)
+                assert {each["similarity_level"] for each in value} == set(
+                    item["properties"]["similarity_level"]["enum"]
+                )
