@@ -259,7 +259,9 @@ class ChatClient:
             # Leaving the context closes the connection of an answer that is given up, so that the endpoint ends it.
             async with create(**body, extra_body=extra) as response:
                 if response.headers.get("content-type", "").startswith("text/event-stream"):
-                    answer = _read_answer(await self._joined(await response.parse()))
+                    # Parts as plain values: building the client's types would take most of the time.
+                    parts = await response.parse(to=self._openai.AsyncStream[object])
+                    answer = _read_answer(await self._joined(parts))
                     return answer or _Failure("the answer ended early")
                 text = await response.text()
                 return _read_answer(_json(text)) or _Failure(f"status 200 without an answer: {_reason(text)}")
@@ -286,9 +288,8 @@ class ChatClient:
         end, usage = None, None
         async for part in parts:
             self.num_parts += 1
-            fields = part.to_dict()
-            usage = fields.get("usage") or usage
-            for choice in (fields.get("choices") or [])[:1]:
+            usage = part.get("usage") or usage
+            for choice in (part.get("choices") or [])[:1]:
                 end = choice.get("finish_reason") or end
                 for name, pieces in texts.items():
                     if isinstance(piece := (choice.get("delta") or {}).get(name), str):
