@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import ArrayTask
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
@@ -243,8 +244,54 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
     assert len(contents(folder)) >= 5
 
 
-def killable(folder, plan, client):
-    synthesize(folder, plan, Templates(MGH), client)
+def killable(folder, plan, client, task=None):
+    synthesize(folder, plan, Templates(MGH), client, task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tasks", [2, 4])
+def test_tasks_of_an_array_killed_at_random_end_with_the_files_of_one_process(num_tasks, tmp_path, quick_retries):
+    """Each killed task is started again; an answer in any journal is never asked for again."""
+    plan, draw = Plan("mgh", 60, num_brainstormed=20, seed=3), random.Random(num_tasks)
+
+    def behaviour(prompt, seed, count):
+        reply = answers_badly(prompt, seed, count)
+        if not prompt.startswith("Think up") and seed % 12 == 0:
+            # All examples of a category repeat the first query.
+            reply.content = (reply.content or "").replace(str(seed), "1", 1)
+        reply.seconds = 0.02 + seed % 5 / 50
+        return reply
+
+    with chat_server(behaviour) as server:
+        client = ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=3))
+        report = synthesize(tmp_path / "whole", plan, Templates(MGH), client)
+        server.requests.clear()
+        folder, sizes, processes = tmp_path / "killed", set(), {}
+
+        def start(index):
+            processes[index] = fork(lambda: killable(folder, plan, client, ArrayTask(index, num_tasks)))
+
+        for index in range(num_tasks):
+            start(index)
+        while processes:
+            index, process = draw.choice(list(processes.items()))
+            num_answers = sum(path.read_bytes().count(b"\n") for path in folder.glob("journal-*.jsonl"))
+            if len(sizes) < 8 and num_answers >= 15 * len(sizes):
+                os.kill(process, signal.SIGKILL)
+                sizes.add(num_answers)
+            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                assert status in (0, -signal.SIGKILL)
+                del processes[index]
+                if status:
+                    start(index)
+            time.sleep(0.01)
+    assert report.rejected["duplicate_query"] > 0
+    assert len(sizes) == 8, "most kills came before any progress"
+    assert contents(folder) == contents(tmp_path / "whole")
+    lines = b"".join(path.read_bytes() for path in folder.glob("journal-*.jsonl")).splitlines()
+    keys = [json.loads(line)["key"] for line in lines]
+    assert len(keys) == len(set(keys)) == report.num_answers
 
 
 def answered_seeds(folder):
