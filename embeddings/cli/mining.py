@@ -357,12 +357,12 @@ def synthesize(
         return
     # Loaded before the first paid request.
     encoder = None if judge is None else load_encoder(judge)
-    client = ChatClient(endpoint, sampling, limits)
+    client, array_task = ChatClient(endpoint, sampling, limits), task.resolve()
     if source is None:
-        report = generate.synthesize(output, plan, templates, client, task.resolve())
+        report = generate.synthesize(output, plan, templates, client, array_task)
     else:
-        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, task=task.resolve())
-    print(synthesis_table(report, output))
+        report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, task=array_task)
+    print(synthesis_table(report, output, "this task's share of the" if array_task.count > 1 else "the"))
     if encoder is not None:
         print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
 
@@ -379,8 +379,8 @@ def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def synthesis_table(report: SynthesisReport, output: Path) -> str:
-    """The numbers of answers, records, rejections and tokens, as text."""
+def synthesis_table(report: SynthesisReport, output: Path, whose: str) -> str:
+    """The numbers of answers, records, rejections and tokens, as text; `whose` token budget limits them."""
     written = sum(report.num_records.values())
     lines = [f"{report.num_answers} answers, {written} records of {report.num_wanted}"]
     lines += [f"  rejected: {what.replace('_', ' ')}  {count}" for what, count in report.rejected.items()]
@@ -391,7 +391,9 @@ def synthesis_table(report: SynthesisReport, output: Path) -> str:
     tokens = report.prompt_tokens + report.completion_tokens
     lines.append(f"{tokens} tokens: {report.prompt_tokens} of prompts, {report.completion_tokens} of answers")
     if not report.complete:
-        needed = f"the next request may take {report.num_tokens_needed:,} tokens, more than the token budget leaves;"
+        needed = (
+            f"the next request may take {report.num_tokens_needed:,} tokens, more than {whose} token budget leaves;"
+        )
         unasked = f"{report.num_unasked} records were not requested, {report.num_unfinished} have no usable answer yet;"
         lines += [needed, unasked, "to resume, run the same command with a larger token_budget"]
     lines += [f"wrote {count} records to {output / name}" for name, count in report.num_records.items()]

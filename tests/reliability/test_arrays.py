@@ -167,7 +167,8 @@ def test_tasks_of_synthesize_share_a_token_budget(
         assert spent[0] + budget / 4 < spent[1] <= budget
         assert spent[1] <= spent[2] <= budget
         printed = capsys.readouterr().out
-        assert "tokens, more than the token budget leaves;" in printed
+        assert printed.count(" tokens, more than this task's share of the token budget leaves;") == 2
+        assert printed.count(" tokens, more than the token budget leaves;") == 1
         assert main([*words, "shared"]) == 0
         assert main([*words, "alone"]) == 0
     assert records(Path("shared")).keys() == records(Path("alone")).keys()
