@@ -51,17 +51,42 @@ def search_top_k(
         device: Device that multiplies the tiles.
         tie_order_N: The rows of all documents in the order of equal scores, (N,) int64; None for the order of rows.
     """
-    query = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
-    pieces = [documents] if isinstance(documents, np.ndarray) else documents
-    tiles = (
-        # A copy: a memory-mapped tile is read-only, which torch does not support.
-        torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
-        for piece in pieces
-        for start in range(0, len(piece), DOCUMENT_TILE)
-    )
-    rank_N = None if tie_order_N is None else torch.from_numpy(np.argsort(tie_order_N)).to(device)
-    best = best_of_tiles(query, tiles, BestDocuments(len(query), top_k, QUERY_TILE, device), rank_N=rank_N)
-    return best if tie_order_N is None else TopK(best.score_QK, tie_order_N[best.index_QK])
+    search = TopKSearch(query_QD, top_k, device, tie_order_N)
+    for piece in [documents] if isinstance(documents, np.ndarray) else documents:
+        search.add(piece)
+    return search.result()
+
+
+class TopKSearch:
+    """`search_top_k` over documents that are added one array after the other."""
+
+    def __init__(
+        self,
+        query_QD: npt.NDArray[np.float32],
+        top_k: int,
+        device: str | torch.device = "cpu",
+        tie_order_N: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        self._query_QD = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
+        self._best = BestDocuments(len(query_QD), top_k, QUERY_TILE, device)
+        self._tie_order_N, self._num_documents = tie_order_N, 0
+        self._rank_N = None if tie_order_N is None else torch.from_numpy(np.argsort(tie_order_N)).to(device)
+
+    def add(self, document_nD: npt.NDArray[np.float32]) -> None:
+        """Compare the next documents with all queries, (n, D) float32."""
+        for start in range(0, len(document_nD), DOCUMENT_TILE):
+            # A copy: a memory-mapped tile is read-only, which torch does not support.
+            tile = np.array(document_nD[start : start + DOCUMENT_TILE], dtype=np.float32)
+            tile_TD = torch.from_numpy(tile).to(self._query_QD.device)
+            rank_T = torch.arange(self._num_documents, self._num_documents + len(tile_TD), device=tile_TD.device)
+            rank_T = rank_T if self._rank_N is None else self._rank_N[rank_T]
+            add_tile(self._query_QD, self._query_QD, tile_TD, rank_T, self._best)
+            self._num_documents += len(tile_TD)
+
+    def result(self) -> TopK:
+        """The best of all documents that were added."""
+        best = self._best.result()
+        return best if self._tie_order_N is None else TopK(best.score_QK, self._tie_order_N[best.index_QK])
 
 
 def require_top_k(top_k: int) -> None:
@@ -138,35 +163,46 @@ def best_of_tiles(
     tiles: Iterable[Tensor],
     best: BestDocuments,
     dtype: torch.dtype = torch.float32,
-    rank_N: Tensor | None = None,
     num_pairs: int = PAIRS,
 ) -> TopK:
     """The best documents of all tiles; candidates of products in a lower `dtype` are scored again in float32."""
     rounded_QD, first_row = query_QD.to(dtype), 0
     for tile_TD in tiles:
         rank_T = torch.arange(first_row, first_row + len(tile_TD), device=query_QD.device)
-        rank_T = rank_T if rank_N is None else rank_N[rank_T]
-        tile_DT = tile_TD.to(dtype).T
-        for number, chunk in enumerate(best.chunks):
-            score_QT = rounded_QD[chunk] @ tile_DT
-            if dtype == torch.float32:
-                best.add(number, *_top_of_tile(score_QT, rank_T, best.top_k))
-                continue
-            score_QC, column_QC = largest(score_QT, min(num_candidates(best.top_k, dtype), len(tile_TD)))
-            least_Q1 = best.worst(number)
-            if best.top_k < score_QC.shape[1]:
-                least_Q1 = least_Q1.maximum(_topk(score_QC, best.top_k)[0].amin(dim=1, keepdim=True))
-            query_P, place_P = (score_QC > least_Q1 - _MARGINS[dtype][0]).nonzero(as_tuple=True)
-            exact_QC = torch.full_like(score_QC, -torch.inf)
-            pairs = torch.split(query_P, num_pairs), torch.split(column_QC[query_P, place_P], num_pairs)
-            # `index_select` is several times as fast on a CPU as an index in brackets.
-            exact_QC[query_P, place_P] = torch.cat([
-                torch.linalg.vecdot(query_QD[chunk].index_select(0, query_p), tile_TD.index_select(0, row_p).float())
-                for query_p, row_p in zip(*pairs, strict=True)
-            ])  # fmt: skip
-            best.add(number, exact_QC, rank_T[column_QC])
+        add_tile(query_QD, rounded_QD, tile_TD, rank_T, best, num_pairs)
         first_row += len(tile_TD)
     return best.result()
+
+
+def add_tile(
+    query_QD: Tensor,
+    rounded_QD: Tensor,
+    tile_TD: Tensor,
+    rank_T: Tensor,
+    best: BestDocuments,
+    num_pairs: int = PAIRS,
+) -> None:
+    """Add the documents of a tile; `rounded_QD` are the queries in the dtype of the products."""
+    dtype = rounded_QD.dtype
+    tile_DT = tile_TD.to(dtype).T
+    for number, chunk in enumerate(best.chunks):
+        score_QT = rounded_QD[chunk] @ tile_DT
+        if dtype == torch.float32:
+            best.add(number, *_top_of_tile(score_QT, rank_T, best.top_k))
+            continue
+        score_QC, column_QC = largest(score_QT, min(num_candidates(best.top_k, dtype), len(tile_TD)))
+        least_Q1 = best.worst(number)
+        if best.top_k < score_QC.shape[1]:
+            least_Q1 = least_Q1.maximum(_topk(score_QC, best.top_k)[0].amin(dim=1, keepdim=True))
+        query_P, place_P = (score_QC > least_Q1 - _MARGINS[dtype][0]).nonzero(as_tuple=True)
+        exact_QC = torch.full_like(score_QC, -torch.inf)
+        pairs = torch.split(query_P, num_pairs), torch.split(column_QC[query_P, place_P], num_pairs)
+        # `index_select` is several times as fast on a CPU as an index in brackets.
+        exact_QC[query_P, place_P] = torch.cat([
+            torch.linalg.vecdot(query_QD[chunk].index_select(0, query_p), tile_TD.index_select(0, row_p).float())
+            for query_p, row_p in zip(*pairs, strict=True)
+        ])  # fmt: skip
+        best.add(number, exact_QC, rank_T[column_QC])
 
 
 def _top_of_tile(score_QT: Tensor, rank_T: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
