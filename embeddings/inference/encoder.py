@@ -3,12 +3,13 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -81,10 +82,33 @@ def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.asarray(np.divide(vector_ND, norm_N1, out=out_ND, where=norm_N1 > 0))
 
 
-def text_blocks(texts: Sequence[str]) -> list[list[str]]:
-    """The unique texts in the blocks that are tokenised at once."""
-    unique = list(dict.fromkeys(texts))
-    return [unique[start : start + TEXTS_PER_BLOCK] for start in range(0, len(unique), TEXTS_PER_BLOCK)]
+def text_blocks(texts: Sequence[str], repeated: Collection[int] | None = None) -> Iterator[list[str]]:
+    """The unique texts in the blocks that are tokenised at once; `repeated` as in `_repeated_hashes`."""
+    repeated = _repeated_hashes(texts)[0] if repeated is None else repeated
+    return _blocks(_unique(texts, repeated))
+
+
+def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    texts = iter(texts)
+    while block := list(islice(texts, TEXTS_PER_BLOCK)):
+        yield block
+
+
+def _repeated_hashes(texts: Sequence[str]) -> tuple[set[int], int]:
+    """The hashes that occur more than once, and the number of different hashes; texts need not be in memory."""
+    hash_N = np.fromiter(map(hash, texts), np.int64, len(texts))
+    value_U, count_U = np.unique(hash_N, return_counts=True)
+    return set(value_U[count_U > 1].tolist()), len(value_U)
+
+
+def _unique(texts: Iterable[str], repeated: Collection[int]) -> Iterator[str]:
+    seen = set[str]()
+    for text in texts:
+        if hash(text) in repeated:
+            if text in seen:
+                continue
+            seen.add(text)
+        yield text
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +261,32 @@ class Encoder:
             prompt: A literal prompt instead of one of the model's; the empty text for no prompt.
             tokenised: The tokens of each of the `text_blocks`, prompt included, if they were computed in advance.
         """
+        blocks = self._encoded(texts, prompt_name, context, role, prompt, tokenised)
+        return _joined(blocks, len(texts), self.embedding_dim)
+
+    def encode_blocks(
+        self,
+        texts: Sequence[str],
+        prompt_name: PromptChoice = None,
+        context: Context | Sequence[str] | None = None,
+        role: TextRole | None = None,
+        prompt: str | None = None,
+    ) -> Iterator[Vectors]:
+        """The rows that `encode` returns, in consecutive arrays of at most 8,192, for vectors that need not be kept.
+
+        The arguments are those of `encode`. Only the vectors of repeated texts stay in memory.
+        """
+        return self._encoded(texts, prompt_name, context, role, prompt, None)
+
+    def _encoded(
+        self,
+        texts: Sequence[str],
+        prompt_name: PromptChoice,
+        context: Context | Sequence[str] | None,
+        role: TextRole | None,
+        prompt: str | None,
+        tokenised: Iterable[TokenBatch] | None,
+    ) -> Iterator[Vectors]:
         if prompt_name is None and role is None:
             prompt_name, role = self.embedder.text.default_prompt_name, "document"
         role = role or ("query" if prompt_name == "query" else "document")
@@ -244,8 +294,8 @@ class Encoder:
         _check_list("texts", texts)
         compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
-        blocks = self._blocks_ahead(texts, role, prompt) if tokenised is None else tokenised
-        return self._computed(texts, blocks, self.embedding_dim, compute, f"encode {role}", extra)
+        tokens = partial(self._blocks_ahead, texts, role, prompt) if tokenised is None else lambda _: tokenised
+        return self._computed(texts, tokens, self.embedding_dim, compute, f"encode {role}", extra)
 
     def encode_query(self, texts: Sequence[str], context: Context | Sequence[str] | None = None) -> Vectors:
         """Encode queries, with the model's `query` prompt and length limit."""
@@ -268,8 +318,9 @@ class Encoder:
         _check_list("context", texts)
         self.require_context()
         model: Any = self.embedder
-        blocks = self._blocks_ahead(texts, "document", model.text.prompt(None, "document"))
-        return self._computed(texts, blocks, model.context_size, model.embed_context, "encode context")
+        tokens = partial(self._blocks_ahead, texts, "document", model.text.prompt(None, "document"))
+        blocks = self._computed(texts, tokens, model.context_size, model.embed_context, "encode context")
+        return _joined(blocks, len(texts), model.context_size)
 
     def require_context(self) -> None:
         """Raise an `OptionError` unless the model is contextual."""
@@ -279,33 +330,62 @@ class Encoder:
     def _computed(
         self,
         texts: Sequence[str],
-        blocks: Iterable[TokenBatch],
+        tokens: Callable[[Collection[int]], Iterable[TokenBatch]],
         width: int,
         compute: Callable[[TokenBatch], Tensor],
         title: str,
         extra_tokens: int = 0,
-    ) -> npt.NDArray[np.float32]:
-        """Apply `compute` to each unique text; the vectors in input order, (N, `width`) float32."""
-        unique = list(dict.fromkeys(texts))
-        vector_ND, start = np.empty((len(unique), width), np.float32), 0
-        bar = progress_bar(None, title, "token", unit_scale=True, disable=not self.show_progress)
-        with self._inference(), bar:
-            for tokens in blocks:
-                # The remaining tokens are estimated from those seen.
-                bar.total = round((bar.n + tokens.num_tokens) * len(unique) / (start + len(tokens)))
-                vector_ND[start : start + len(tokens)] = self._encode_block(tokens, compute, bar, extra_tokens)
-                start += len(tokens)
-        self._check_finite(vector_ND, unique)
-        if len(unique) == len(texts):
-            return vector_ND
-        row_of_text = {text: row for row, text in enumerate(unique)}
-        return vector_ND[[row_of_text[text] for text in texts]]
+    ) -> Iterator[Vectors]:
+        """Apply `compute` to each unique text; the vectors in input order, (n, `width`) float32 for n texts each.
 
-    def _blocks_ahead(self, texts: Sequence[str], role: TextRole, prompt: str) -> Iterator[TokenBatch]:
+        `tokens` returns the tokens of the `text_blocks`, given the hashes of repeated texts.
+        """
+        repeated, num_unique = _repeated_hashes(texts)
+        computed = self._computed_once(tokens(repeated), num_unique, compute, title, extra_tokens)
+        waiting_nD, kept = np.empty((0, width), np.float32), dict[str, Vectors]()
+        with closing(computed):
+            for block in _blocks(texts):
+                new = [text for text in dict.fromkeys(block) if text not in kept] if repeated else block
+                while len(waiting_nD) < len(new):
+                    waiting_nD = np.concatenate([waiting_nD, next(computed)])
+                vector_nD, waiting_nD = waiting_nD[: len(new)], waiting_nD[len(new) :]
+                self._check_finite(vector_nD, new)
+                if len(new) == len(block):
+                    yield vector_nD
+                else:
+                    of_new = dict(zip(new, vector_nD, strict=True))
+                    yield np.stack([of_new[text] if text in of_new else kept[text] for text in block])
+                if repeated:
+                    # A copy: a view would keep the whole block.
+                    rows = zip(new, vector_nD, strict=True)
+                    kept.update((text, vector_D.copy()) for text, vector_D in rows if hash(text) in repeated)
+
+    def _computed_once(
+        self,
+        blocks: Iterable[TokenBatch],
+        num_texts: int,
+        compute: Callable[[TokenBatch], Tensor],
+        title: str,
+        extra_tokens: int,
+    ) -> Generator[Vectors, None, None]:
+        bar, done = progress_bar(None, title, "token", unit_scale=True, disable=not self.show_progress), 0
+        with bar:
+            for tokens in blocks:
+                done += len(tokens)
+                # The remaining tokens are estimated from those seen.
+                bar.total = round((bar.n + tokens.num_tokens) * num_texts / done)
+                # Not around the loop: the caller's code between two blocks must keep its own modes.
+                with self._inference():
+                    vector_nD = self._encode_block(tokens, compute, bar, extra_tokens)
+                yield vector_nD
+
+    def _blocks_ahead(
+        self, texts: Sequence[str], role: TextRole, prompt: str, repeated: Collection[int]
+    ) -> Iterator[TokenBatch]:
         """The tokens of blocks of texts; a thread tokenises the next block while one is used."""
         if not texts:
             return
-        blocks = iter(text_blocks(texts))
+        blocks = text_blocks(texts, repeated)
         with ThreadPoolExecutor(max_workers=1) as pool:
             pending = pool.submit(self._tokenizer, next(blocks), role, prompt)
             for block in blocks:
@@ -372,6 +452,14 @@ class Encoder:
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
         with evaluating(self.embedder), no_gradients, int8, autocast:
             yield
+
+
+def _joined(blocks: Iterable[Vectors], num_rows: int, width: int) -> Vectors:
+    vector_ND, start = np.empty((num_rows, width), np.float32), 0
+    for block_nD in blocks:
+        vector_ND[start : start + len(block_nD)] = block_nD
+        start += len(block_nD)
+    return vector_ND
 
 
 def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:

@@ -51,13 +51,14 @@ def write_corpus(path: Path, texts: list[str]) -> Path:
 
 def on_encode(monkeypatch: pytest.MonkeyPatch, see: Callable[[Encoder, list[str], dict[str, Any]], object]) -> None:
     """Call `see(encoder, texts, options)` before each call of an encoder."""
-    encode = Encoder.encode
+    for name in ("encode", "encode_blocks"):
+        encode = getattr(Encoder, name)
 
-    def seen(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
-        see(self, texts, options)
-        return encode(self, texts, *args, **options)
+        def seen(self: Encoder, texts: list[str], *args: Any, encode: Any = encode, **options: Any) -> Any:
+            see(self, texts, options)
+            return encode(self, texts, *args, **options)
 
-    monkeypatch.setattr(Encoder, "encode", seen)
+        monkeypatch.setattr(Encoder, name, seen)
 
 
 def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:

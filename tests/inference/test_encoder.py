@@ -57,6 +57,24 @@ def test_a_text_that_occurs_twice_is_computed_once():
     np.testing.assert_allclose(vectors, one_by_one(embedder, repeated), rtol=0, atol=1e-6)
 
 
+def test_blocks_have_the_rows_of_encode_and_leave_the_modes_of_their_caller(monkeypatch):
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 4)
+    embedder, texts = tiny_embedder(dropout=0.5).train(), some_texts(13)
+    # Repeats within a block, across blocks, and alone in the last one.
+    texts = [*texts[:3], *texts[:9], texts[1], texts[1], *texts[8:], *texts[:5]]
+    encoder, blocks = Encoder(embedder, precision="bfloat16"), []
+    for block in encoder.encode_blocks(texts):
+        blocks.append(block)
+        assert embedder.training
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        # Another call between two blocks does not change the following ones.
+        encoder.encode(texts[5:7])
+    assert max(map(len, blocks)) == 4
+    np.testing.assert_array_equal(np.concatenate(blocks), encoder.encode(texts))
+    assert list(encoder.encode_blocks([])) == []
+
+
 def test_a_model_in_training_encodes_the_same_bits_twice_and_keeps_its_modes_even_after_an_error():
     embedder, texts = tiny_embedder(dropout=0.5), some_texts(20)
     embedder.train()
