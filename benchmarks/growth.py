@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from transformers import BertConfig, BertModel
 
 from benchmarks.harness import commit, hardware
 from embeddings.inference import Encoder
+from embeddings.inference.encoder import TEXTS_PER_BLOCK
 from embeddings.models import Embedder, MeanPooling
 from embeddings.models.stand_in import wordpiece_tokenizer
 
@@ -194,6 +196,13 @@ def hashed(lines: Sequence[str]) -> npt.NDArray[np.float32]:
     return np.asarray(vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True))
 
 
+def hashed_blocks(lines: Iterable[str]) -> Iterator[npt.NDArray[np.float32]]:
+    """The same vectors in blocks, as `Encoder.encode_blocks` returns them."""
+    remaining = iter(lines)
+    while block := list(islice(remaining, TEXTS_PER_BLOCK)):
+        yield hashed(block)
+
+
 # The processes that are measured
 
 
@@ -248,6 +257,7 @@ def run_child(line: str, usage: Path) -> int:
         from embeddings.cli.main import main as run_command
 
         Encoder.encode = lambda self, lines, *_, **__: hashed(lines)  # type: ignore[method-assign]
+        Encoder.encode_blocks = lambda self, lines, *_, **__: hashed_blocks(lines)  # type: ignore[method-assign]
         code = run_command(shlex.split(line))
     counts = dict(entry.split(": ") for entry in Path("/proc/self/io").read_text("ascii").splitlines())
     usage.write_text(json.dumps(counts), encoding="ascii")

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from embeddings.common.errors import InputError, shown
+from embeddings.common.packed_texts import PackedTexts
 from embeddings.common.text import shorten
 from embeddings.data.readers import open_reader
 from embeddings.data.records import (
@@ -156,8 +158,8 @@ class RetrievalFolder:
     For reranking, `candidates` are the rows of each query's documents, the relevant ones first.
     """
 
-    documents: list[str]
-    document_ids: list[str]
+    documents: Sequence[str]
+    document_ids: Sequence[str]
     queries: list[str]
     query_ids: list[str]
     qrels: Qrels
@@ -169,7 +171,7 @@ class RetrievalFolder:
         return "retrieval" if self.candidates is None else "reranking"
 
     @property
-    def context_texts(self) -> list[str]:
+    def context_texts(self) -> Sequence[str]:
         return self.documents
 
     @property
@@ -179,8 +181,10 @@ class RetrievalFolder:
     @cached_property
     def tie_order_N(self) -> Ints:
         """The rows of the documents by descending id, as trec_eval ranks equal scores, (N,)."""
-        ids = self.document_ids
-        return np.array(sorted(range(len(ids)), key=ids.__getitem__, reverse=True), dtype=np.int64)
+        ids = self.document_ids if isinstance(self.document_ids, PackedTexts) else PackedTexts(self.document_ids)
+        # Arrow compares UTF-8, whose order is that of the code points.
+        order_N: Ints = pc.array_sort_indices(ids.to_arrow(), order="descending").to_numpy().astype(np.int64)
+        return order_N
 
 
 class RetrievalFiles(NamedTuple):
@@ -265,16 +269,17 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
 
 
 def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
-    """Read retrieval files; the whole corpus is in memory."""
-    document_ids, documents = list[str](), list[str]()
+    """Read retrieval files; the corpus is in memory as `PackedTexts`."""
+    document_ids, documents = PackedTexts(), PackedTexts()
     for document in read_corpus(files.corpus):
         document_ids.append(document.document_id)
         documents.append(document.text)
-    document_row = dict(zip(document_ids, range(len(document_ids)), strict=True))
     text_of_query = _read_queries(files.queries)
-    relevance = read_qrels(files.qrels, text_of_query.keys(), document_row.keys())
+    relevance = read_qrels(files.qrels, text_of_query.keys(), document_ids)
     # The queries file of a benchmark often has the queries of all splits: only those that are judged here are used.
     query_ids = [query for query in text_of_query if query in relevance]
+    judged = set().union(*relevance.values())
+    document_row = {document: row for row, document in enumerate(document_ids) if document in judged}
     pairs = [
         (query_row, document_row[document], grade)
         for query_row, query in enumerate(query_ids)
@@ -286,14 +291,15 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
 
 
 def read_qrels(
-    path: str | PathLike[str], query_ids: Collection[str], document_ids: Collection[str]
+    path: str | PathLike[str], query_ids: Collection[str], document_ids: Iterable[str]
 ) -> dict[str, dict[str, float]]:
     """The grade of each judged document of each query; 0 or below means not relevant.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
-    (TREC, tabs or spaces).
+    (TREC, tabs or spaces). `document_ids` are gone through once.
     """
     relevance: dict[str, dict[str, float]] = {}
+    place_of: dict[str, str] = {}
     for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         where = f"{path}:{number}"
         try:
@@ -303,17 +309,25 @@ def read_qrels(
         if not line.strip() or (number == 1 and tuple(line.strip().split("\t")) == _QRELS_HEADER):
             continue
         query, document, grade = _parse_qrel(where, line)
-        for name, value, known in (("query", query, query_ids), ("document", document, document_ids)):
-            if value not in known:
-                raise InputError(where, f"no {name} has the id {shown(value)}", f"add that {name}, or drop the row")
+        if query not in query_ids:
+            raise _unknown_id(where, "query", query)
+        place_of.setdefault(document, where)
         first = relevance.setdefault(query, {}).setdefault(document, grade)
         if first != grade:
             what = f"{shown(query)} and {shown(document)} were judged {first:g} above, here {grade:g}"
             raise InputError(where, what, "keep one")
+    known = {document for document in document_ids if document in place_of}
+    for document, where in place_of.items():
+        if document not in known:
+            raise _unknown_id(where, "document", document)
     if not any(grade > 0 for grades in relevance.values() for grade in grades.values()):
         what = "no document is relevant to any query" if relevance else "has no relevance judgments"
         raise InputError(str(path), what, "give at least one row a score above 0")
     return relevance
+
+
+def _unknown_id(where: str, name: str, value: str) -> InputError:
+    return InputError(where, f"no {name} has the id {shown(value)}", f"add that {name}, or drop the row")
 
 
 def _parse_qrel(where: str, line: str) -> tuple[str, str, float]:

@@ -106,7 +106,7 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
         relevant[folder.query_ids[query]][folder.document_ids[document]] = int(grade)
     ranked = [[folder.document_ids[row] for row in rows_of_query] for rows_of_query in candidates or ()]
     split = {
-        "corpus": Dataset.from_dict({"id": folder.document_ids, "text": folder.documents}),
+        "corpus": Dataset.from_dict({"id": list(folder.document_ids), "text": list(folder.documents)}),
         "queries": Dataset.from_dict({"id": folder.query_ids, "text": folder.queries}),
         "relevant_docs": dict(relevant),
         "top_ranked": None if candidates is None else dict(zip(folder.query_ids, ranked, strict=True)),

@@ -1,8 +1,9 @@
 """Scores of an encoder on evaluation folders: retrieval and similarity are computed here, the other kinds by mteb."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from embeddings.common.text import TextRole, format_table
 from embeddings.evaluation.folders import (
     EvaluationFolder,
     RetrievalFolder,
+    TaskFolder,
     find_evaluation_folders,
     read_evaluation_folder,
     retrieval_metrics,
@@ -21,13 +23,18 @@ from embeddings.evaluation.folders import (
 )
 from embeddings.evaluation.mteb_library import load_mteb, task_prompt
 from embeddings.inference.context import require_context_size, sample_context
-from embeddings.inference.encoder import Context, Encoder, Vectors, check_widths, unit_rows
-from embeddings.inference.search import search_top_k
+from embeddings.inference.encoder import TEXTS_PER_BLOCK, Context, Encoder, Vectors, check_widths, unit_rows
+from embeddings.inference.search import TopKSearch
 from embeddings.inference.vector_folder import DOCUMENT_TILE
 
 CUTOFFS = (10, 100)
 # The kinds that are scored without mteb.
 _OWN_KINDS = {"retrieval", "sts"}
+# Texts of several folders that are kept after they were checked; the others are read again.
+_MAX_KEPT = 200_000
+
+Metrics = dict[str, float]
+Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,8 @@ class EvaluationResult:
 class RetrievalRun(NamedTuple):
     """Metrics, counts, and the vectors of the documents as encoded, (N, D) float32."""
 
-    metrics: dict[str, float]
-    counts: dict[str, int]
+    metrics: Metrics
+    counts: Counts
     document_ND: Vectors
 
 
@@ -104,6 +111,7 @@ def evaluate_widths(
         require_context_size(encoder, context_size)
     name = name or folder.kind
     start = time.perf_counter()
+    scored: list[tuple[Metrics, Counts, float]]
     if folder.kind not in _OWN_KINDS:
         load_mteb()
         from embeddings.evaluation.task_runs import TaskSettings, score_folder
@@ -115,18 +123,13 @@ def evaluate_widths(
         context = None
         if context_size is not None:
             context = sample_context(encoder, folder.context_texts, context_size, context_seed)
-        vectors = _encode(encoder, folder, prompt_name, context, name)
-        encoding_seconds, scored = time.perf_counter() - start, []
-        for width in widths:
-            start = time.perf_counter()
-            truncated = [vector_ND[:, :width] for vector_ND in vectors]
-            if isinstance(folder, RetrievalFolder):
-                metrics, counts = _score_retrieval(encoder, folder, *truncated)
-            else:
-                cosine_N = np.einsum("nd,nd->n", *map(unit_rows, truncated), dtype=np.float64)
-                score_N = np.array(folder.splits["test"]["score"])
-                metrics, counts = {"cosine_spearman": spearman(cosine_N, score_N)}, folder.counts
-            scored.append((metrics, counts, encoding_seconds + time.perf_counter() - start))
+        if isinstance(folder, RetrievalFolder):
+            query_QD, tiles = _query_and_tiles(encoder, folder, prompt_name, context, name)
+            scored = _score_retrieval(encoder, folder, query_QD, tiles, widths)
+        else:
+            scored = _score_pairs(encoder, folder, prompt_name, context, name, widths)
+        encoding_seconds = time.perf_counter() - start - sum(seconds for *_, seconds in scored)
+        scored = [(metrics, counts, encoding_seconds + seconds) for metrics, counts, seconds in scored]
     extra = {} if context_size is None else {"num_context": context_size}
     return [
         EvaluationResult(name, folder.kind, metrics, counts | extra, seconds, width)
@@ -145,8 +148,8 @@ def evaluate_folders(
 ) -> list[EvaluationResult]:
     """The scores on every evaluation folder at or below `roots`, in order, at each of `widths` (None for full width).
 
-    If there are several folders, all are read before the first is scored, so that an error in one of them is reported
-    at once. Arguments are those of `evaluate_widths`.
+    All folders are read before the first is scored, so that an error in one of them is reported at once; after the
+    first 200,000 texts, later folders are read a second time. Arguments are those of `evaluate_widths`.
     """
     if context_size is not None:
         require_context_size(encoder, context_size)
@@ -157,18 +160,19 @@ def evaluate_folders(
         for root in roots
         for path in find_evaluation_folders(root)
     ]
-    data: EvaluationFolder | None = None
+    # All of them may not fit in memory.
+    kept, num_kept = dict[Path, EvaluationFolder](), 0
     for _, path in folders:
         data = read_evaluation_folder(path)
         if data.kind not in _OWN_KINDS:
             load_mteb()
-    if len(folders) > 1:
-        # All of them may not fit in memory.
-        data = None
+        num_kept += len(data.context_texts)
+        if len(folders) == 1 or num_kept <= _MAX_KEPT:
+            kept[path] = data
     results: list[EvaluationResult] = []
     options: Any = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
     for name, path in folders:
-        for result in evaluate_widths(encoder, data or path, widths, name=name, **options):
+        for result in evaluate_widths(encoder, kept.pop(path, path), widths, name=name, **options):
             logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
             results.append(result)
     return results
@@ -190,40 +194,91 @@ def score_retrieval(
     encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None = None, context: Context | None = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    query_QD, document_ND = _encode(encoder, folder, prompt_name, context)
-    return RetrievalRun(*_score_retrieval(encoder, folder, query_QD, document_ND), document_ND)
+    query_QD, tiles = _query_and_tiles(encoder, folder, prompt_name, context)
+    document_ND = np.empty((len(folder.documents), encoder.embedding_dim), np.float32)
+    [(metrics, counts, _)] = _score_retrieval(
+        encoder, folder, query_QD, _copied(tiles, document_ND), [encoder.embedding_dim]
+    )
+    return RetrievalRun(metrics, counts, document_ND)
 
 
-def _encode(
+def _copied(tiles: Iterable[Vectors], document_ND: Vectors) -> Iterator[Vectors]:
+    start = 0
+    for tile_TD in tiles:
+        document_ND[start : start + len(tile_TD)] = tile_TD
+        start += len(tile_TD)
+        yield tile_TD
+
+
+def _options(
     encoder: Encoder,
-    folder: EvaluationFolder,
+    task_type: str,
     prompt_name: str | None,
     context: Context | None,
-    name: str = "",
-) -> list[Vectors]:
-    """The vectors of a folder, (N, D) float32 each: queries and documents, or first and second sentences."""
+    name: str,
+    role: TextRole | None = None,
+) -> dict[str, Any]:
+    """The arguments of an encoder for the texts of a folder in a role; None for sentences."""
+    text = encoder.embedder.text
+    if prompt_name is not None and role != "document":
+        prompt = text.prompt(prompt_name, "query")
+    else:
+        # The task of a folder has dots in its name instead of slashes (see `folder_tasks`).
+        prompt = task_prompt(text, name.replace("/", "."), task_type, role)
+    return {"context": context, "role": role or "document", "prompt": prompt}
 
-    def vectors(texts: Sequence[str], role: TextRole | None = None) -> Vectors:
-        text = encoder.embedder.text
-        if prompt_name is not None and role != "document":
-            prompt = text.prompt(prompt_name, "query")
-        else:
-            # The task of a folder has dots in its name instead of slashes (see `folder_tasks`).
-            task_type = "Retrieval" if isinstance(folder, RetrievalFolder) else "STS"
-            prompt = task_prompt(text, name.replace("/", "."), task_type, role)
-        return encoder.encode(texts, context=context, role=role or "document", prompt=prompt)
 
-    if isinstance(folder, RetrievalFolder):
-        return [vectors(folder.queries, "query"), vectors(folder.documents, "document")]
-    return np.split(vectors(folder.context_texts), 2)
+def _score_pairs(
+    encoder: Encoder,
+    folder: TaskFolder,
+    prompt_name: str | None,
+    context: Context | None,
+    name: str,
+    widths: Sequence[int],
+) -> list[tuple[Metrics, Counts, float]]:
+    """Metrics, counts and seconds at each width."""
+    options = _options(encoder, "STS", prompt_name, context, name)
+    sides, score_N = np.split(encoder.encode(folder.context_texts, **options), 2), folder.splits["test"]["score"]
+    scored = []
+    for width in widths:
+        start = time.perf_counter()
+        unit = (unit_rows(vector_ND[:, :width]) for vector_ND in sides)
+        cosine_N = np.einsum("nd,nd->n", *unit, dtype=np.float64)
+        metrics = {"cosine_spearman": spearman(cosine_N, np.array(score_N))}
+        scored.append((metrics, folder.counts, time.perf_counter() - start))
+    return scored
+
+
+def _query_and_tiles(
+    encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None, context: Context | None, name: str = ""
+) -> tuple[Vectors, Iterator[Vectors]]:
+    """The vectors of the queries, (Q, D), and those of the documents in tiles, which are encoded on demand."""
+    queries, documents = (
+        _options(encoder, "Retrieval", prompt_name, context, name, role) for role in ("query", "document")
+    )
+    query_QD = encoder.encode(folder.queries, **queries)
+    blocks, per_tile = encoder.encode_blocks(folder.documents, **documents), DOCUMENT_TILE // TEXTS_PER_BLOCK
+    return query_QD, map(np.concatenate, iter(lambda: list(islice(blocks, per_tile)), []))
 
 
 def _score_retrieval(
-    encoder: Encoder, folder: RetrievalFolder, query_QD: Vectors, document_ND: Vectors
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Metrics and counts; vectors are made comparable tile by tile, without another copy of all of them."""
-    starts = range(0, len(document_ND), DOCUMENT_TILE)
-    tiles = (encoder.comparable(document_ND[start : start + DOCUMENT_TILE]) for start in starts)
-    best = search_top_k(encoder.comparable(query_QD), tiles, max(CUTOFFS), encoder.device, folder.tie_order_N)
-    scores = retrieval_metrics(best.index_QK, folder.qrels, CUTOFFS)
-    return scores.metrics, {**folder.counts, "num_queries": scores.num_queries, "num_skipped": folder.num_skipped}
+    encoder: Encoder, folder: RetrievalFolder, query_QD: Vectors, tiles: Iterable[Vectors], widths: Sequence[int]
+) -> list[tuple[Metrics, Counts, float]]:
+    """Metrics, counts and seconds at each width; of the documents only a tile and the best are in memory."""
+    searches = [
+        TopKSearch(encoder.comparable(query_QD[:, :width]), max(CUTOFFS), encoder.device, folder.tie_order_N)
+        for width in widths
+    ]
+    seconds = [0.0] * len(widths)
+    for tile_TD in tiles:
+        for number, (width, search) in enumerate(zip(widths, searches, strict=True)):
+            start = time.perf_counter()
+            search.add(encoder.comparable(tile_TD[:, :width]))
+            seconds[number] += time.perf_counter() - start
+    scored = []
+    for search, of_tiles in zip(searches, seconds, strict=True):
+        start = time.perf_counter()
+        scores = retrieval_metrics(search.result().index_QK, folder.qrels, CUTOFFS)
+        counts = {**folder.counts, "num_queries": scores.num_queries, "num_skipped": folder.num_skipped}
+        scored.append((scores.metrics, counts, of_tiles + time.perf_counter() - start))
+    return scored

@@ -36,7 +36,7 @@ QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 def check_retrieval(folder):
     assert isinstance(folder, RetrievalFolder)
     assert folder.documents[0] == "the quick brown fox"
-    assert folder.document_ids == ["d0", "d1", "d2", "d3", "d4", "d5"]
+    assert list(folder.document_ids) == ["d0", "d1", "d2", "d3", "d4", "d5"]
     assert folder.queries == ["brown fox", "numbers", "judged, none relevant"]
     assert (folder.query_ids, folder.num_skipped) == (["a", "b", "d"], 1)
     qrels = folder.qrels

@@ -1,6 +1,7 @@
 """Scores of evaluation folders with a real encoder."""
 
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from embeddings.evaluation.runner import (
     evaluate_widths,
     format_results,
 )
+from embeddings.inference import encoder as encoder_module
 from embeddings.inference.encoder import Encoder
 from tests.evaluation.data import (
     write_labelled,
@@ -26,7 +28,7 @@ from tests.evaluation.data import (
     write_summarisation,
 )
 from tests.evaluation.test_folders import by_hand
-from tests.inference.models import counted_encodings, given_prompts, tiny_embedder
+from tests.inference.models import counted_encodings, given_prompts, on_encode, tiny_embedder
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +115,10 @@ def test_prompts_are_chosen_by_kind_and_role(tmp_path, monkeypatch):
 def test_a_context_is_drawn_from_documents_and_never_from_queries(kind, contextual, tmp_path, monkeypatch):
     path = ALL_KINDS[kind](tmp_path)
     folder, drawn, seen = read_evaluation_folder(path), [], []
-    encode, encode_context = contextual.encode, contextual.encode_context
+    encode_context = contextual.encode_context
     monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append(texts), encode_context(texts))[1])
 
-    def spy(texts, context=None, **options):
-        seen.append(context)
-        return encode(texts, context=context, **options)
-
-    monkeypatch.setattr(contextual, "encode", spy)
+    on_encode(monkeypatch, lambda _, texts, options: seen.append(options["context"]))
     result = evaluate_folder(contextual, path, context_size=4, context_seed=1)
     assert (result.kind, result.counts["num_context"]) == (kind, 4)
     assert len(drawn[0]) == 4
@@ -174,19 +172,55 @@ def test_a_mistake_in_the_last_folder_is_found_before_the_first_is_scored(encode
         evaluate_folders(encoder, [tmp_path])
 
 
-def test_a_single_folder_is_read_once_and_its_vectors_are_not_copied(encoder, tmp_path, monkeypatch):
+def test_documents_are_scored_in_tiles_as_they_are_encoded(encoder, tmp_path, monkeypatch):
     write_retrieval(tmp_path / "r")
-    read, shapes = [], []
-    monkeypatch.setattr(
-        runner, "read_evaluation_folder", lambda path: (read.append(path), read_evaluation_folder(path))[1]
-    )
-    monkeypatch.setattr(runner, "DOCUMENT_TILE", 4)
-    comparable = encoder.comparable
+    for module, name, size in ((runner, "DOCUMENT_TILE", 4), (runner, "TEXTS_PER_BLOCK", 2)):
+        monkeypatch.setattr(module, name, size)
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 2)
+    shapes, comparable = [], encoder.comparable
     monkeypatch.setattr(encoder, "comparable", lambda vectors: (shapes.append(len(vectors)), comparable(vectors))[1])
     tiled = evaluate_folders(encoder, [tmp_path / "r"])
-    assert (read, sorted(shapes)) == ([tmp_path / "r"], [2, 3, 4])
+    assert shapes == [3, 4, 2]
     monkeypatch.undo()
     assert tiled[0].metrics == evaluate_folder(encoder, tmp_path / "r").metrics
+
+
+def test_small_folders_are_read_once_and_later_ones_a_second_time(encoder, tmp_path, monkeypatch):
+    write_retrieval(tmp_path / "r")
+    write_similarity(tmp_path / "s")
+    read, read_folder = [], runner.read_evaluation_folder
+    monkeypatch.setattr(runner, "read_evaluation_folder", lambda path: (read.append(path.name), read_folder(path))[1])
+    evaluate_folders(encoder, [tmp_path])
+    assert read == ["r", "s"]
+    monkeypatch.setattr(runner, "_MAX_KEPT", 6)
+    evaluate_folders(encoder, [tmp_path])
+    assert read[2:] == ["r", "s", "s"]
+    monkeypatch.setattr(runner, "_MAX_KEPT", 0)
+    evaluate_folders(encoder, [tmp_path / "r"])
+    assert read[5:] == ["r"]
+
+
+def test_neither_vectors_nor_texts_of_a_corpus_are_in_memory_as_a_whole(encoder, tmp_path, monkeypatch):
+    num_documents, width, rng = 60_000, encoder.embedding_dim, np.random.default_rng(0)
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    write_rows(tmp_path / "corpus.jsonl", [{"_id": f"d{row}", "text": f"{row} {text}"} for row in range(num_documents)])
+    write_rows(tmp_path / "queries.jsonl", [{"_id": "q", "text": "fox"}])
+    (tmp_path / "qrels.tsv").write_text("q\td59999\t1\n")
+
+    def blocks(self, texts, *_, **__):
+        for start in range(0, len(texts), 8192):
+            yield rng.standard_normal((min(8192, len(texts) - start), width), dtype=np.float32)
+
+    monkeypatch.setattr(Encoder, "encode_blocks", blocks)
+    tracemalloc.start()
+    try:
+        result = evaluate_folder(encoder, tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.counts["num_documents"] == num_documents
+    vector_bytes, text_bytes = 4 * width * num_documents, len(text) * num_documents
+    assert peak < 1.5 * vector_bytes < text_bytes
 
 
 def test_the_table_has_a_row_per_folder_in_aligned_columns():

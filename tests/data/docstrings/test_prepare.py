@@ -199,7 +199,7 @@ def test_the_parts_are_disjoint_sorted_and_of_the_requested_sizes_for_any_order(
     assert len(train) == 12
     validation, in_domain, held_out = (evaluation[name] for name in PARTS)
     assert [len(part) for part in (*validation, *in_domain, *held_out)] == [2, 1, 6, 3, 5, 2]
-    assert sorted(train + validation.documents + in_domain.documents) == sorted(given[:20])
+    assert sorted([*train, *validation.documents, *in_domain.documents]) == sorted(given[:20])
     assert set(held_out.documents) < set(given[20:])
     for part in (validation, in_domain, held_out):
         assert set(part.queries) < set(part.documents)
