@@ -209,10 +209,11 @@ def _top_of_tile(score_QT: Tensor, rank_T: Tensor, top_k: int) -> tuple[Tensor, 
     """The top k of a tile, equal scores by rank: scores and ranks, unordered."""
     if top_k >= len(rank_T):
         return score_QT, rank_T.expand_as(score_QT)
-    score_QK, column_QK = largest(score_QT, top_k)
-    rank_QK = rank_T[column_QK]
-    # If the last score also occurs outside the top k, the choice among equals was arbitrary.
-    tied_Q = (score_QT >= score_QK.amin(dim=1, keepdim=True)).sum(dim=1) > top_k
+    score_QC, column_QC = largest(score_QT, top_k + 1)
+    score_QC, order_QC = score_QC.sort(dim=1, descending=True)
+    score_QK, rank_QK = score_QC[:, :top_k], rank_T[column_QC.gather(1, order_QC[:, :top_k])]
+    # If the last score occurs once more, the choice among equals was arbitrary.
+    tied_Q = score_QC[:, top_k] == score_QC[:, top_k - 1]
     if bool(tied_Q.any()):
         key_QK = _topk(_packed(score_QT[tied_Q], rank_T), top_k)[0]
         score_QK[tied_Q], rank_QK[tied_Q] = _scores(key_QK), _MAX_RANK - (key_QK & _MAX_RANK)
