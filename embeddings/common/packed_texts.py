@@ -18,7 +18,7 @@ class PackedTexts(Sequence[str]):
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._blocks: list[pa.Buffer] = []
+        self._blocks: list[bytes] = []
         self._last: list[str] = []
         self._read: tuple[int, list[str]] = (-1, [])
         for text in texts:
@@ -31,13 +31,14 @@ class PackedTexts(Sequence[str]):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, _SCHEMA, options=_OPTIONS) as writer:
                 writer.write_batch(pa.record_batch([self._last], schema=_SCHEMA))
-            self._blocks.append(sink.getvalue())
+            # A copy, without the space into which the stream could grow.
+            self._blocks.append(sink.getvalue().to_pybytes())
             self._last = []
 
     @property
     def nbytes(self) -> int:
         """The size of the compressed blocks."""
-        return sum(block.size for block in self._blocks)
+        return sum(len(block) for block in self._blocks)
 
     def to_arrow(self) -> pa.ChunkedArray:
         """The texts as an Arrow array."""
@@ -71,5 +72,5 @@ class PackedTexts(Sequence[str]):
         return texts
 
 
-def _unpacked(block: pa.Buffer) -> pa.Array:
+def _unpacked(block: bytes) -> pa.Array:
     return pa.ipc.open_stream(block).read_next_batch().column(0)

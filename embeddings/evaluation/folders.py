@@ -183,7 +183,7 @@ class RetrievalFolder:
         """The rows of the documents by descending id, as trec_eval ranks equal scores, (N,)."""
         ids = self.document_ids if isinstance(self.document_ids, PackedTexts) else PackedTexts(self.document_ids)
         # Arrow compares UTF-8, whose order is that of the code points.
-        order_N: Ints = pc.array_sort_indices(ids.to_arrow(), order="descending").to_numpy().astype(np.int64)
+        order_N: Ints = pc.array_sort_indices(ids.to_arrow(), order="descending").to_numpy().view(np.int64)
         return order_N
 
 

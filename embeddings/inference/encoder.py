@@ -97,8 +97,9 @@ def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
 def _repeated_hashes(texts: Sequence[str]) -> tuple[set[int], int]:
     """The hashes that occur more than once, and the number of different hashes; texts need not be in memory."""
     hash_N = np.fromiter(map(hash, texts), np.int64, len(texts))
-    value_U, count_U = np.unique(hash_N, return_counts=True)
-    return set(value_U[count_U > 1].tolist()), len(value_U)
+    hash_N.sort()
+    again_N = hash_N[1:][hash_N[1:] == hash_N[:-1]]
+    return set(again_N.tolist()), len(hash_N) - len(again_N)
 
 
 def _unique(texts: Iterable[str], repeated: Collection[int]) -> Iterator[str]:

@@ -79,8 +79,9 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
     for _, document in _corpus_rows(path, columns):
         hashes.append(hash(document.document_id))
         yield document
-    values, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
-    repeated, seen = set(values[counts > 1].tolist()), set[str]()
+    hash_N, seen = np.frombuffer(hashes, np.int64), set[str]()
+    hash_N.sort()
+    repeated = set(hash_N[1:][hash_N[1:] == hash_N[:-1]].tolist())
     for where, document in _corpus_rows(path, columns) if repeated else ():
         if hash(document.document_id) in repeated and document.document_id in seen:
             what = f"the id {shown(document.document_id)} occurs a second time"
