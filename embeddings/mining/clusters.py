@@ -45,6 +45,8 @@ from embeddings.mining.faiss_library import (
 from embeddings.mining.pair_vectors import PairVectors
 
 CLUSTER_SIZE = 512
+# As faiss's max_points_per_centroid.
+VECTORS_PER_CLUSTER = 256
 _BLOCK = 8192
 # Measured with faiss-cpu 1.15: copies of the centroids in memory, and bytes per vector beside its values.
 _CENTROID_COPIES, _BYTES_PER_VECTOR = 4, 24
@@ -56,7 +58,7 @@ Vectors = NDArray[np.float32]
 # The name of a row of the source in messages.
 RowName = Callable[[int], str]
 
-# More rows do not change axes of a few hundred dimensions noticeably.
+# More rows do not change axes of a few hundred dimensions noticeably. k-means always uses as many.
 MAX_FITTED_ROWS = 1 << 17
 
 
@@ -84,7 +86,15 @@ class PairFeatures(ABC):
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
         """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first."""
         sides = self.sides(rows)
-        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self.row_name)
+        return self._joined(sides[::-1] if swapped else sides, rows)
+
+    def both_orders(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+        """The features of ascending rows with the query first, and with the document first, from one reading."""
+        sides = self.sides(rows)
+        return self._joined(sides, rows), self._joined(sides[::-1], rows)
+
+    def _joined(self, sides: tuple[Vectors, Vectors], rows: Int64s) -> Vectors:
+        return unit_features(np.concatenate(sides, axis=1), rows, self.row_name)
 
 
 class VectorFeatures(PairFeatures):
@@ -122,23 +132,25 @@ class VectorFeatures(PairFeatures):
         rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "axes"))
         starts = range(0, len(rows), _BLOCK)
         for start in progress_bar(None, "reducing the vectors", "block", iterable=starts):
-            for swapped in (False, True):
-                block = super().rows(rows[start : start + _BLOCK], swapped).astype(np.float64)
-                moments += block.T @ block
+            block = rows[start : start + _BLOCK]
+            sides = self.sides(block)
+            for order in (sides, sides[::-1]):
+                vectors = super()._joined(order, block).astype(np.float64)
+                moments += vectors.T @ vectors
         _, axes = np.linalg.eigh(moments)
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
-
-    def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        vectors = super().rows(rows, swapped)
-        if self._svd_dim is None:
-            return vectors
-        assert self.learned is not None
-        return unit_features(vectors @ self.learned["axes"], rows, self.row_name)
 
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
         vectors, index = self._vectors, self._vectors.index
         documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
         return vectors.query_shards.take(rows), vectors.document_shards.take(documents)
+
+    def _joined(self, sides: tuple[Vectors, Vectors], rows: Int64s) -> Vectors:
+        vectors = super()._joined(sides, rows)
+        if self._svd_dim is None:
+            return vectors
+        assert self.learned is not None
+        return unit_features(vectors @ self.learned["axes"], rows, self.row_name)
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
@@ -248,12 +260,15 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
     """
     from scipy.linalg import lu, qr, svd
 
+    # By rows, products with the transposed matrix take half of the time, and sum in the same order.
+    transposed = weights.T.tocsr()
     sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
     for _ in progress_bar(None, "reducing the words", "round", iterable=range(_NUM_ROUNDS)):
-        axes, _ = lu(weights.T @ sides, permute_l=True)
+        axes, _ = lu(transposed @ sides, permute_l=True)
         sides, _ = lu(weights @ axes, permute_l=True)
-    axes, _ = qr(weights.T @ sides, mode="economic")
-    rotation, *_ = svd((weights @ axes).T, full_matrices=False)
+    axes, _ = qr(transposed @ sides, mode="economic", overwrite_a=True)
+    del sides
+    rotation, *_ = svd((weights @ axes).T, full_matrices=False, overwrite_a=True)
     axes = (axes @ rotation)[:, :num_axes]
     largest = np.abs(axes).argmax(axis=0)
     return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
@@ -277,8 +292,9 @@ class ClusterSettings:
         num_clusters: k itself, instead of cluster_size.
         num_iterations: Lloyd iterations per run of k-means.
         num_runs: Runs of k-means; the best is used.
-        max_training_rows: Maximum rows that k-means is trained on, each in both orders; None for as many as fit in
-            `memory_gib`. All rows are assigned, from disk.
+        vectors_per_cluster: Maximum vectors per cluster that k-means is trained on, two for each row of a random sample
+            (but at least 131,072 rows); None for all rows. All rows are assigned, from disk.
+        max_training_rows: Maximum rows that k-means is trained on, in place of `vectors_per_cluster`.
         memory_gib: Maximum memory for training k-means, in GiB. If not all rows fit, it is trained on a random sample.
         num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
         shard_size: Rows assigned per shard: the most that is lost when the job is killed.
@@ -290,6 +306,7 @@ class ClusterSettings:
     num_clusters: int | None = None
     num_iterations: int = NUM_ITERATIONS
     num_runs: int = NUM_RUNS
+    vectors_per_cluster: int | None = VECTORS_PER_CLUSTER
     max_training_rows: int | None = None
     memory_gib: float = 16.0
     num_neighbours: int = 32
@@ -328,9 +345,13 @@ class ClusterSettings:
 
         centroid_bytes, row_bytes = _CENTROID_COPIES * 4 * num_clusters * width, 2 * (4 * width + _BYTES_PER_VECTOR)
         max_rows = int((self.memory_gib * 2**30 - centroid_bytes) // row_bytes)
-        wanted_rows = min(num_rows, self.max_training_rows or num_rows)
+        wanted = self.max_training_rows
+        if wanted is None and self.vectors_per_cluster is not None:
+            enough = max(MAX_FITTED_ROWS, math.ceil(self.vectors_per_cluster * num_clusters / 2))
+            wanted = enough if enough < num_rows else None
+        wanted_rows = min(num_rows, wanted or num_rows)
         if wanted_rows <= max_rows:
-            return self.max_training_rows
+            return wanted
         if self.max_training_rows is not None:
             rule = f"needs {gib_for(wanted_rows)} GiB, more than memory_gib {self.memory_gib:g}"
             raise OptionError("max_training_rows", self.max_training_rows, rule, "leave it out, or raise memory_gib")
@@ -349,7 +370,7 @@ def cluster_pairs(
 ) -> ClusterFolder | None:
     """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
 
-    k-means is trained on [q; d] and [d; q] of all rows, or of a sample that fits in memory; each row is assigned to the
+    k-means is trained on [q; d] and [d; q] of all rows, or of a sample of many; each row is assigned to the
     centroid nearest to its [q; d], shard by shard. A killed job loses at most one run of k-means or one shard; the same
     call resumes there and writes the same bytes. Tasks of an array share the runs and the shards; they leave the folder
     `OUTPUT.work`, which may be deleted at the end.
@@ -365,8 +386,8 @@ def cluster_pairs(
         The clusters, or None if other tasks have not finished their shards.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 (Eq. 3) and §5. Differs: k-means by cosine, as released,
-        where §4.1 has Euclidean distances; sources that do not fit in memory are sampled, where the release splits
-        those of more than 50M rows and clusters each part.
+        where §4.1 has Euclidean distances; large sources are sampled by default, 256 vectors per cluster as effectively
+        in the release, which also splits sources of more than 50M rows and clusters each part.
     """
     settings = settings or ClusterSettings()
     assert features.num_rows == len(source.table)
@@ -375,7 +396,8 @@ def cluster_pairs(
     settings = replace(settings, max_training_rows=max_rows)
     load_faiss(settings.gpu)
     # Options that resolve to the same values for this source must give the same fields.
-    resolved = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
+    excluded = ("cluster_size", "vectors_per_cluster", "memory_gib")
+    resolved = {name: value for name, value in asdict(settings).items() if name not in excluded}
     fields = {
         SETTINGS: source.settings,
         "source_key": source.key,
@@ -429,11 +451,11 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
         counts = f"{len(rows)} of {features.num_rows} rows, {per_cluster:.0f} vectors per cluster{hint}"
         logger.warning("k-means is trained on %s", counts)
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
-    for swapped in (False, True):
-        half = vectors[len(rows) :] if swapped else vectors[: len(rows)]
-        starts = range(0, len(rows), _BLOCK)
-        for start in progress_bar(None, "reading features", "block", iterable=starts):
-            half[start : start + _BLOCK] = features.rows(rows[start : start + _BLOCK], swapped)
+    starts = range(0, len(rows), _BLOCK)
+    for start in progress_bar(None, "reading features", "block", iterable=starts):
+        orders = features.both_orders(rows[start : start + _BLOCK])
+        for half, order in zip((vectors[: len(rows)], vectors[len(rows) :]), orders, strict=True):
+            half[start : start + _BLOCK] = order
     return vectors
 
 

@@ -99,11 +99,50 @@ def test_a_sample_is_reported_and_part_of_the_manifest(features, source, tmp_pat
         cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
 
 
+def test_many_rows_are_sampled_by_default_and_all_are_assigned(features, source, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(clusters, "MAX_FITTED_ROWS", 20)
+    trained, run = [], clusters.kmeans_run
+    monkeypatch.setattr(
+        clusters, "kmeans_run", lambda vectors, *args: (trained.append(vectors), run(vectors, *args))[1]
+    )
+    settings = replace(SETTINGS, num_runs=1, vectors_per_cluster=9)
+    folder = cluster_pairs(features, source, tmp_path / "sampled", settings)
+    assert "k-means is trained on 23 of 60 rows" in caplog.text
+    assert len(trained[0]) == 2 * 23
+    expected = (features.rows(np.arange(60)) @ folder.centroids.T).argmax(axis=1)
+    assert np.load(tmp_path / "sampled" / "cluster_ids.npy").tolist() == expected.tolist()
+    # The same sample by its size, and all rows where they are few, however they are asked for.
+    cluster_pairs(features, source, tmp_path / "rows", replace(settings, max_training_rows=23))
+    assert content(tmp_path / "rows") == content(tmp_path / "sampled")
+    for name, per_cluster, least in (("least", 1, 60), ("all", None, 20), ("bound", 24, 20)):
+        monkeypatch.setattr(clusters, "MAX_FITTED_ROWS", least)
+        cluster_pairs(features, source, tmp_path / name, replace(settings, vectors_per_cluster=per_cluster))
+        assert len(trained[-1]) == 120
+        assert content(tmp_path / name) == content(tmp_path / "least")
+
+
+def test_the_default_sample_is_256_vectors_per_cluster_of_more_than_131072_rows():
+    def rows(num_rows, **options):
+        settings = ClusterSettings(**options)
+        return settings.resolve_training_rows(num_rows, settings.resolve_num_clusters(num_rows), 64)
+
+    assert [rows(131_072), rows(200_000), rows(1_000_000)] == [None, 131_072, 128 * 1954]
+    assert rows(1_000_000, vectors_per_cluster=None) is None
+    assert rows(1_000_000, max_training_rows=900_000) == 900_000
+    assert rows(1_000_000, cluster_size=128) is None
+
+
 def test_the_memory_for_reddits_65_million_rows_is_as_documented():
     rows, width = 65_000_000, 1536
     k = ClusterSettings().resolve_num_clusters(rows)
-    sampled = [ClusterSettings(memory_gib=gib).resolve_training_rows(rows, k, width) for gib in (16, 64, 749, 750)]
+    sampled = [
+        ClusterSettings(memory_gib=gib, vectors_per_cluster=None).resolve_training_rows(rows, k, width)
+        for gib in (16, 64, 749, 750)
+    ]
     assert (k, sampled[0], sampled[1], sampled[3]) == (126_954, 1_139_741, 5_317_724, None)
+    by_default = [ClusterSettings(memory_gib=gib).resolve_training_rows(rows, k, width) for gib in (64, 189, 190, 750)]
+    assert (by_default[0], by_default[2:]) == (sampled[1], [128 * k, 128 * k])
+    assert by_default[1] < 128 * k
     assert 64_000_000 < sampled[2] < rows
     assert [round(2 * few / k) for few in sampled[:2]] == [18, 84]
 
@@ -182,6 +221,7 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
         ({"num_clusters": 0}, "num_clusters must be >= 1, got 0"),
         ({"cluster_size": 0}, "cluster_size must be >= 1, got 0"),
         ({"shard_size": -1}, "shard_size must be >= 1"),
+        ({"vectors_per_cluster": 0}, "vectors_per_cluster must be >= 1, got 0"),
         ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
         ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
         ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows needs 0.1 GiB"),
