@@ -260,13 +260,11 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
     """
     from scipy.linalg import lu, qr, svd
 
-    # By rows, products with the transposed matrix take half of the time, and sum in the same order.
-    transposed = weights.T.tocsr()
     sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
     for _ in progress_bar(None, "reducing the words", "round", iterable=range(_NUM_ROUNDS)):
-        axes, _ = lu(transposed @ sides, permute_l=True)
+        axes, _ = lu(weights.T @ sides, permute_l=True)
         sides, _ = lu(weights @ axes, permute_l=True)
-    axes, _ = qr(transposed @ sides, mode="economic", overwrite_a=True)
+    axes, _ = qr(weights.T @ sides, mode="economic", overwrite_a=True)
     del sides
     rotation, *_ = svd((weights @ axes).T, full_matrices=False, overwrite_a=True)
     axes = (axes @ rotation)[:, :num_axes]
