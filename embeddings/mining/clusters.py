@@ -60,6 +60,9 @@ RowName = Callable[[int], str]
 
 # More rows do not change axes of a few hundred dimensions noticeably. k-means always uses as many.
 MAX_FITTED_ROWS = 1 << 17
+# Rows for the axes of words. Of 36,000 docstrings, a quarter has axes with 0.92 of the energy of all, and the same
+# agreement of nearest neighbours with BM25.
+MAX_AXES_ROWS = 1 << 15
 
 
 class PairFeatures(ABC):
@@ -187,7 +190,8 @@ class Bm25Features(PairFeatures):
     """BM25 weights of the words of query and document, reduced by a truncated SVD to unit length, and concatenated.
 
     A word w that occurs f times in a text t has the weight idf(w)·f·(k1 + 1) / (f + k1·(1 - b + b·|t| / mean length));
-    words are hashed to 2^18 columns. Weights and axes are fitted to both sides of at most 131,072 rows.
+    words are hashed to 2^18 columns. Weights are fitted to both sides of at most 131,072 rows. The axes are fitted to
+    32,768 of these, with a last round over all.
 
     Args:
         source: A converted source of pairs.
@@ -206,7 +210,7 @@ class Bm25Features(PairFeatures):
             raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
         self._table, self._seed, self.row_name = source.table, seed, row_name
         self.num_rows = len(source.table)
-        max_dim = min(2 * min(self.num_rows, MAX_FITTED_ROWS), _NUM_HASHES)
+        max_dim = min(2 * min(self.num_rows, MAX_AXES_ROWS), _NUM_HASHES)
         if svd_dim is not None and not 1 <= svd_dim <= max_dim:
             raise OptionError("svd_dim", svd_dim, f"must be between 1 and the {max_dim} texts", "128 is usual")
         self._dim = svd_dim or min(DEFAULT_DIM, max_dim)
@@ -231,7 +235,12 @@ class Bm25Features(PairFeatures):
         # The solver needs as many columns as axes; with few words the other axes are zero.
         num_axes = min(self._dim, len(terms))
         axes = np.zeros((len(terms), self._dim), dtype=np.float32)
-        axes[:, :num_axes] = _principal_axes(_bm25_weights(counts, learned), num_axes, derive_seed(self._seed, "svd"))
+        weights = _bm25_weights(counts, learned)
+        some = sample_rows(len(rows), MAX_AXES_ROWS, derive_seed(self._seed, "axes"))
+        is_all = len(some) == len(rows)
+        few = weights if is_all else weights[np.concatenate([some, len(rows) + some])]
+        fitted = _principal_axes(few, num_axes, derive_seed(self._seed, "svd"))
+        axes[:, :num_axes] = fitted if is_all else _extended_axes(weights, fitted)
         return {**learned, "axes": axes}
 
     def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
@@ -270,6 +279,18 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
     axes = (axes @ rotation)[:, :num_axes]
     largest = np.abs(axes).argmax(axis=0)
     return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
+
+
+def _extended_axes(weights: Any, axes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The axes of some rows of a matrix after a round over all rows, so that no word of the others is lost."""
+    from scipy.linalg import qr
+
+    extended = np.zeros_like(axes)
+    for start in range(0, weights.shape[0], _BLOCK):
+        block = weights[start : start + _BLOCK]
+        extended += block.T @ (block @ axes)
+    orthonormal, _ = qr(extended, mode="economic", overwrite_a=True)
+    return np.asarray(orthonormal)
 
 
 def _bm25_weights(counts: Any, learned: dict[str, NDArray[Any]]) -> Any:

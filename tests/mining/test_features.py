@@ -130,6 +130,29 @@ def test_the_fit_depends_on_the_seed_only(tmp_path, monkeypatch):
     assert fitted_words(pairs, svd_dim=4, seed=1).rows(np.arange(60)).shape == (60, 8)
 
 
+def test_axes_of_a_sample_hold_nearly_as_much_as_those_of_all_rows_and_every_word(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+
+    def text(topic, row):
+        words = rng.integers(0, 30, 12)
+        return f"only{row} " + " ".join(f"topic{topic}word{word}" for word in words)
+
+    rows = [{"query": text(row % 3, row), "positive": text(row % 3, -row)} for row in range(200)]
+    made = Bm25Features(source(tmp_path, rows), 8)
+    whole = made.fit()
+    weights = _bm25_weights(_term_counts([row[side] for row in rows for side in ("query", "positive")]), whole)
+    monkeypatch.setattr(features, "MAX_AXES_ROWS", 50)
+    sampled = made.fit()
+    assert sampled["idf"].tobytes() == whole["idf"].tobytes()
+    np.testing.assert_allclose(sampled["axes"].T @ sampled["axes"], np.eye(8), atol=1e-5)
+    assert (np.abs(sampled["axes"]).sum(axis=1) > 0).all()
+    energies = [float(((weights @ learned["axes"]) ** 2).sum()) for learned in (sampled, whole)]
+    assert 0.9 * energies[1] < energies[0] <= energies[1] * (1 + 1e-6)
+    # As many rows as there are: the same bits.
+    monkeypatch.setattr(features, "MAX_AXES_ROWS", 200)
+    assert made.fit()["axes"].tobytes() == whole["axes"].tobytes()
+
+
 def test_a_row_needs_words_on_one_side_and_is_named_without(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "?!", "positive": "up"}, {"query": "?!", "positive": "..."}]
     made_of = source(tmp_path, rows)
