@@ -12,8 +12,8 @@ from torch import nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import count_values, mean_over_ranks, world_size
-from embeddings.common.jobs import LINE_SECONDS, progress_bar
 from embeddings.common.process import logger
+from embeddings.common.progress import LINE_SECONDS, progress_bar, stop_reporting
 from embeddings.common.protocols import RunData
 from embeddings.common.types import Prediction
 from embeddings.models.moe.upcycling import parameter_counts
@@ -98,6 +98,9 @@ def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
             callbacks[place] = StepProgress()
         elif isinstance(callback, ModelSummary) and callback not in given:
             callbacks[place] = ParameterCount()
+    if not any(isinstance(callback, StepProgress) for callback in callbacks):
+        # The user wants no progress, or has another bar.
+        stop_reporting()
 
 
 @dataclass

@@ -37,6 +37,7 @@ from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder,
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
+from embeddings.common.progress import reported
 from embeddings.common.text import one_line
 from embeddings.figures.run_facts import metrics_path, read_curves
 from embeddings.models.stand_in import architecture, tiny_architecture, write_stand_in
@@ -266,7 +267,9 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     if expanded != list(argv) and not kind.only_checks:
         print(f"{program()} {shlex.join(expanded)}", file=sys.stderr)
     try:
-        return make_cli(expanded, kind)
+        # Until the bar of the training, and after it.
+        with reported(kind.command):
+            return make_cli(expanded, kind)
     except MisconfigurationException as error:
         raise ConfigError(f"{one_line(str(error), 220)}; change the option, fit --help lists all") from error
     except (RuntimeError, KeyError) as error:

@@ -1,15 +1,18 @@
 """The entry point: the list of commands, and the parsing and running of one."""
 
+import atexit
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
-from embeddings.cli.errors import INTERRUPTED, RESUMABLE, ConfigError, run_guarded
+from embeddings.cli.errors import EXIT_INTERRUPTED, INTERRUPTED, RESUMABLE, ConfigError, run_guarded
 from embeddings.cli.parser import CONFIGS, OneLineParser
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
@@ -21,6 +24,7 @@ from embeddings.common.process import (
     log_to_stderr,
     quiet_libraries,
 )
+from embeddings.common.progress import reported
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ COMMANDS = {
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"prepare", "encode", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
+# Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
+LONG_COMMANDS = RESUMING | {"quickstart", "index", "evaluate", "export", "push", "import", "convert", "report", "show"}
+LONG_COMMANDS -= {"sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",
@@ -103,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `cli.errors`)."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     limit_kernel_cache()
-    with log_to_stderr(), quiet_libraries():
+    is_reported = bool(LONG_COMMANDS.intersection(argv[:1]))
+    with log_to_stderr(), quiet_libraries(), reported(argv[0]) if is_reported else nullcontext():
         return run_guarded(lambda: dispatch(argv), RESUMABLE if resumes(argv) else INTERRUPTED)
 
 
@@ -112,6 +120,13 @@ def run() -> NoReturn:
     code = main()
     # The command has ended: a signal during the exit would only change the exit code.
     ignore_stop_signals()
+    if code == EXIT_INTERRUPTED:
+        # The user waits, and unloading the libraries takes a second or more.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 

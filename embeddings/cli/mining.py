@@ -144,7 +144,7 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple
     files = retrieval_files_of(qrels)
     if corpus is not None:
         raise OptionError("corpus", str(corpus), f"is always {files.corpus} with these judgments", "leave it out")
-    data = read_retrieval_files(files)
+    data = read_retrieval_files(files, show_progress=True)
     ids = data.qrels
     rows = zip(ids.query_J.tolist(), ids.document_J.tolist(), ids.relevance_J.tolist(), strict=True)
     judged = ((data.queries[query], data.documents[document], grade) for query, document, grade in rows)
@@ -297,7 +297,7 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTex
     queries: list[str] = []
     document_texts: list[str] = []
     for path in (path for root in roots for path in find_evaluation_folders(root)):
-        folder = read_evaluation_folder(path)
+        folder = read_evaluation_folder(path, show_progress=True)
         if isinstance(folder, RetrievalFolder):
             queries += folder.queries
             document_texts += folder.documents if documents else []

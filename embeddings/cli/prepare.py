@@ -1,7 +1,7 @@
 """`prepare`: downloads a recipe's public data sets, then filters, mines and clusters them as the recipe says."""
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import atomic_path, read_json_or_empty, write_text
 from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import format_table, one_line
 from embeddings.data import SourceConfig
 from embeddings.data.public import (
@@ -142,9 +143,11 @@ def prepare(
     actions: list[Action] = [
         (key, partial(fetch_source, jobs[key], work.fetched(key), mirror, limit)) for work in works for key in work.keys
     ]
+    sizes = [jobs[key].num_rows(limit) for key, _ in actions]
+    failures = attempt(one_bar("fetching", actions, sizes))
     if not steps.fetch_only:
-        actions += [(key, partial(work.finish, key)) for work in works for key in work.keys]
-    failures = attempt(actions)
+        finishing = [(key, partial(work.finish, key)) for work in works for key in work.keys if key not in failures]
+        failures |= attempt(finishing)
     for work in works:
         print(work.summary(left_out))
     require_all(recipe, failures, len(places))
@@ -152,6 +155,17 @@ def prepare(
 
 # A source, and one of the steps that make it.
 Action = tuple[str, Callable[[], object]]
+
+
+def one_bar(title: str, actions: Sequence[Action], sizes: Sequence[int | None]) -> Iterator[Action]:
+    """The actions, with one bar over the rows of all, or over the sources if a number is unknown."""
+    has_rows = None not in sizes
+    counts = [(size or 0) if has_rows else 1 for size in sizes]
+    with progress_bar(sum(counts), title, "row" if has_rows else "source") as bar:
+        for (key, action), count in zip(actions, counts, strict=True):
+            bar.set_description(f"{title} {key}", refresh=False)
+            with bar.item(count):
+                yield key, action
 
 
 def attempt(actions: Iterable[Action]) -> dict[str, str]:

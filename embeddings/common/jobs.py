@@ -1,16 +1,13 @@
 """Resumable jobs over shards: a folder that records which shards are complete, and worker processes."""
 
-import io
 import json
-import math
 import os
 import pickle
 import shutil
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from embeddings.common.errors import InputError, NumericError, OptionError, UserError, WorkerError
 from embeddings.common.io import (
@@ -37,51 +33,9 @@ from embeddings.common.io import (
     write_manifest,
 )
 from embeddings.common.process import EXIT_TERMINATED, block_signals, exit_description
-
-# A job shorter than this shows no progress bar.
-PROGRESS_DELAY_SECONDS = 2.0
-# Interval of progress lines if standard error is not a terminal.
-LINE_SECONDS = 30.0
+from embeddings.common.progress import progress_bar
 
 MakeShard = Callable[[int, Path], None]
-
-
-def progress_bar(
-    total: int | None,
-    title: str,
-    unit: str,
-    *,
-    delay: float | None = None,
-    every_seconds: float = LINE_SECONDS,
-    **options: Any,
-) -> "tqdm[Any]":
-    """A tqdm bar on standard error; without a terminal, a line every `every_seconds` seconds.
-
-    Nothing is shown in the first `delay` seconds; None means 2.
-    """
-    options |= {"total": total, "desc": title, "unit": unit}
-    options["delay"] = PROGRESS_DELAY_SECONDS if delay is None else delay
-    if sys.stderr is not None and sys.stderr.isatty():
-        return tqdm(**options)
-    return _LineBar(**{**options, "mininterval": every_seconds, "miniters": 1})
-
-
-class _LineBar(tqdm):  # type: ignore[type-arg]
-    """Prints a line at most once per interval, and one at the end."""
-
-    def __init__(self, **options: Any) -> None:
-        self._shown_at = time.time() if options["delay"] > 0 else -math.inf
-        self._shown = ""
-        super().__init__(**options, file=io.StringIO())
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        line, now = str(self), time.time()
-        # tqdm disables a bar that ends before it shows its last state, and may show one state twice.
-        is_due = self.disable or now - self._shown_at >= self.mininterval
-        state = line.partition("[")[0]
-        if msg is None and is_due and state != self._shown and sys.stderr is not None:
-            print(line, file=sys.stderr, flush=True)
-            self._shown_at, self._shown = now, state
 
 
 @dataclass(frozen=True)
@@ -218,10 +172,17 @@ class ShardedJob(JobFolder):
             return []
         return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
 
-    def run(self, make: MakeShard, task: ArrayTask | None = None, take_over: bool = False) -> None:
+    def run(
+        self,
+        make: MakeShard,
+        task: ArrayTask | None = None,
+        take_over: bool = False,
+        rows: Callable[[int], Sized] | None = None,
+    ) -> None:
         """Make the task's missing shards (None: all) by `make(shard, temporary path)`.
 
-        With `take_over` the other tasks' shards are then made, or waited for, so that all exist on return.
+        With `take_over` the other tasks' shards are then made, or waited for, so that all exist on return. The bar
+        counts the rows of each shard, if `rows` returns them.
         """
         if self.complete:
             return
@@ -229,15 +190,18 @@ class ShardedJob(JobFolder):
         others = [shard for shard in range(self.num_shards) if shard not in task_shards] if take_over else []
         shards = [*task_shards, *others]
         missing = [shard for shard in shards if not self.path(shard).exists()]
-        title = str(self.fields.get("kind", self.stem))
-        with progress_bar(len(shards), title, "shard", initial=len(shards) - len(missing)) as bar:
+        title, unit = str(self.fields.get("kind", self.stem)), "shard" if rows is None else "row"
+        sizes = {shard: 1 if rows is None else len(rows(shard)) for shard in shards}
+        total = sum(sizes.values())
+        done = total - sum(sizes[shard] for shard in missing)
+        with progress_bar(total, title, unit, initial=done) as bar:
             for wait in (False, True):
                 busy = []
                 for shard in missing:
-                    if self.make(shard, make, wait):
-                        bar.update()
-                    else:
-                        busy.append(shard)
+                    with bar.item(sizes[shard]) as item:
+                        if not self.make(shard, make, wait):
+                            item.cancel()
+                            busy.append(shard)
                 missing = busy
 
     def make(self, shard: int, make: MakeShard, wait: bool = False) -> bool:
@@ -274,6 +238,7 @@ def require_shard_size(shard_size: int) -> None:
 
 
 def shard_rows(shard: int, shard_size: int, num_rows: int) -> range:
+    """The rows of a shard."""
     return range(shard * shard_size, min((shard + 1) * shard_size, num_rows))
 
 

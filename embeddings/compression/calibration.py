@@ -107,7 +107,7 @@ def _pool_of_file(path: Path) -> _Pool:
         documents = (document for number, document in enumerate(read_corpus(path)) if number in wanted)
         return [CalibrationText("document", document.text) for document in documents]
 
-    return _Pool(sum(1 for _ in read_corpus(path)), take)
+    return _Pool(sum(1 for _ in read_corpus(path, show_progress=True)), take)
 
 
 def _pool_of_records(path: str) -> _Pool:

@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 from embeddings.common import InputError, OptionError, PaddedTokens, TokenBatch
 from embeddings.common.io import atomic_path, file_lock
 from embeddings.common.jobs import ShardedJob
+from embeddings.common.progress import ProgressBar, progress_bar
 from embeddings.common.types import plan_mini_batches
 from embeddings.models.backbone import model_without_weights
 from embeddings.models.bidirectional import layers
@@ -312,23 +313,27 @@ class LayerwiseJob:
             self._states = []
 
     def _make(self, index: int, path: Path) -> None:
-        if self._plan:
-            self._advance(index)
         sums: dict[str, Tensor] = {}
         name = self._model.layers[index][0]
-        with self._model.loaded(index) as (layer, tensors):
-            linear = linear_layers(layer)
-            for rows, state_NLH in zip(self._plan, self._states, strict=True):
-                tokens = self._padded(rows)
-                with inputs_added(sums, linear, tokens.attention_mask_NL):
-                    self._model.run(index, tokens, state_NLH.to(self._model.device))
-            for module_name, module in linear.items():
-                key, gram_II = f"{name}.{module_name}.", sums.pop(module_name, None)
-                treated = self._treatment(module.weight.detach(), gram_II, tensors[f"{key}weight"].dtype)
-                tensors |= {f"{key}{suffix}": tensor.cpu() for suffix, tensor in treated.items()}
-        self._model.write(tensors, path)
+        # The texts pass through each layer before this one that they have not passed yet, and then through this one.
+        num_passes = len(self._plan) * (index - self._state_layer + 1)
+        with progress_bar(2 * max(1, num_passes), name, "pass") as bar:
+            if self._plan:
+                self._advance(index, bar)
+            with self._model.loaded(index) as (layer, tensors):
+                linear = linear_layers(layer)
+                for rows, state_NLH in zip(self._plan, self._states, strict=True):
+                    tokens = self._padded(rows)
+                    with bar.item(), inputs_added(sums, linear, tokens.attention_mask_NL):
+                        self._model.run(index, tokens, state_NLH.to(self._model.device))
+                for module_name, module in linear.items():
+                    key, gram_II = f"{name}.{module_name}.", sums.pop(module_name, None)
+                    with bar.item(max(1, num_passes) / len(linear)):
+                        treated = self._treatment(module.weight.detach(), gram_II, tensors[f"{key}weight"].dtype)
+                    tensors |= {f"{key}{suffix}": tensor.cpu() for suffix, tensor in treated.items()}
+            self._model.write(tensors, path)
 
-    def _advance(self, index: int) -> None:
+    def _advance(self, index: int, bar: ProgressBar) -> None:
         """Compute the states of the texts at the input of a layer, with the written layers before it."""
         if not self._states:
             self._states = [self._model.first_states(self._padded(rows)).cpu() for rows in self._plan]
@@ -336,7 +341,8 @@ class LayerwiseJob:
             with self._model.loaded(layer, self._job.path(layer)):
                 for batch, rows in enumerate(self._plan):
                     state_NLH = self._states[batch].to(self._model.device)
-                    self._states[batch] = self._model.run(layer, self._padded(rows), state_NLH).cpu()
+                    with bar.item():
+                        self._states[batch] = self._model.run(layer, self._padded(rows), state_NLH).cpu()
         self._state_layer = index
 
     def _padded(self, rows: Tensor) -> PaddedTokens:

@@ -46,7 +46,7 @@ from embeddings.data.samplers.base import (
     SourceIdentity,
 )
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
-from embeddings.data.sources import Origin, SourceConfig, check_files, check_names, fill_path
+from embeddings.data.sources import Origin, SourceConfig, check_files, check_names, fill_path, one_after_another
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 
 
@@ -375,7 +375,8 @@ class EmbeddingDataModule(PlannedDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self._mixture is None:
             text = self._text_of(self._trained_module)
-            self._mixture = Mixture([open_source(source, self.cache_dir, text) for source in self.sources])
+            sources = one_after_another("converting", self.sources)
+            self._mixture = Mixture([open_source(source, self.cache_dir, text) for source in sources])
             self.has_scores = self._mixture.has_scores
 
     @property

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_manifest, file_hash, write_text
-from embeddings.common.jobs import progress_bar
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
+from embeddings.common.progress import progress_bar
 from embeddings.common.random import numpy_generator
 from embeddings.data.documented_functions import (
     HELD_OUT_PACKAGES,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
-from embeddings.common.jobs import progress_bar
+from embeddings.common.progress import progress_bar
 from embeddings.common.random import mix_bits, numpy_generator
 
 Shingle = Literal["word", "character"]
@@ -112,7 +112,7 @@ class NearDuplicates:
         is_copy_N = np.zeros(num_rows, np.bool_)
         is_copy_N[: len(decided)] = decided
         saved = time.monotonic()
-        with progress_bar(num_rows, "comparing texts", "text") as bar:
+        with progress_bar(num_rows, "comparing texts", "text", initial=len(decided)) as bar:
             for start in range(0, num_rows, step):
                 row_B = np.arange(start, min(start + step, num_rows))
                 if row_B[-1] >= len(decided):
@@ -122,7 +122,7 @@ class NearDuplicates:
                 if save is not None and time.monotonic() > saved + _SAVE_SECONDS:
                     save(is_copy_N[: row_B[-1] + 1])
                     saved = time.monotonic()
-                bar.update(len(row_B))
+                bar.move(int(row_B[-1]) + 1)
         return is_copy_N
 
     def _mark_batch(
@@ -344,7 +344,7 @@ def _shared_keys(signature_NKB: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.u
     key_NK = signature_NKB.view(np.uint32)[:, :, 0]
     group_NK, sizes = np.zeros(key_NK.shape, np.uint32), [np.zeros(1, np.int64)]
     num_groups = 1
-    for key in range(key_NK.shape[1]):
+    for key in progress_bar(None, "finding equal keys", "key", iterable=range(key_NK.shape[1])):
         _, value_N, count_V = np.unique(key_NK[:, key], return_inverse=True, return_counts=True)
         is_shared_V = count_V > 1
         group_V = np.where(is_shared_V, num_groups - 1 + np.cumsum(is_shared_V), 0)

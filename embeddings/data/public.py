@@ -16,8 +16,9 @@ import yaml
 
 from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
 from embeddings.common.io import atomic_path, check_file_manifest, file_sha256, write_file_manifest
-from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, progress_bar
+from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path
 from embeddings.common.process import logger
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical, shorten
 from embeddings.data.readers import resolve_revision, unreachable
 from embeddings.data.records import (
@@ -150,6 +151,10 @@ class PublicSource:
         if self.kind is None:
             return self.note
         return None if self.confirmed else "not confirmed to be the data of the recipe"
+
+    def num_rows(self, limit: int | None) -> int | None:
+        """The number of rows to fetch; None if it is unknown."""
+        return limit or (self.rows and -(-self.rows // self.every))
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -317,8 +322,7 @@ def _write_parts(
         facts = note["facts"]
         stream.load_state_dict(note["state"])
     rows = islice(_rows(source, stream), None if limit is None else limit - facts["rows"] - facts["left_out"])
-    total = limit or (source.rows and -(-source.rows // every))
-    with progress_bar(total, source.key, "row", initial=facts["rows"]) as bar:
+    with progress_bar(source.num_rows(limit), source.key, "row", initial=facts["rows"]) as bar:
         # Stops after PART_ROWS * every rows, so that the next part starts at a multiple of `every`.
         while group := list(islice(rows, 0, PART_ROWS * every, every)):
             if missing := sorted(used - set(group[0])):

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_regular
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import one_line
 from embeddings.data.records import PAIR_FIELDS, Cell, look_alikes
 
@@ -89,6 +90,18 @@ class Reader(ABC):
 
     def _without_rows(self) -> InputError:
         return InputError(str(self.path), "contains no rows", "write the file again, or leave it out")
+
+
+def blocks_of(title: str, readers: Sequence[Reader]) -> Iterator[Block]:
+    """The rows of all readers, with a progress bar."""
+    sizes = [reader.total_bytes for reader in readers]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    with progress_bar(total, title, "row" if total is None else "B", unit_scale=True) as bar:
+        for reader in readers:
+            done = bar.n
+            for block in reader.blocks():
+                yield block
+                bar.update(len(block.fields) if total is None else done + reader.bytes_read - bar.n)
 
 
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:

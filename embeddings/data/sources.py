@@ -10,14 +10,15 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from embeddings.common.errors import InputError, OptionError, program, run_checks
 from embeddings.common.io import check_regular, file_sha256, read_json_or_empty, write_json
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import TextSettings
 from embeddings.data.readers import HubReader, Reader, open_reader, resolve_revision
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
@@ -226,6 +227,22 @@ def check_files(sources: Iterable[Origin]) -> None:
     paths = [source.path for source in sources if source.path and not source.is_hub]
     run_checks(partial(_expand, part) for path in paths for part in ([path] if isinstance(path, str) else path))
     run_checks(partial(resolve_files, path) for path in paths)
+
+
+AnyOrigin = TypeVar("AnyOrigin", bound=Origin)
+
+
+def one_after_another(title: str, sources: Sequence[AnyOrigin]) -> Iterator[AnyOrigin]:
+    """The sources in order, with one bar for all, over their bytes; the bars of the work with a source move it."""
+    has_files = all(source.path and not source.is_hub for source in sources)
+    sizes = [1] * len(sources)
+    if has_files:
+        sizes = [sum(file.stat().st_size for file in resolve_files(source.path or [])) for source in sources]
+    with progress_bar(sum(sizes), title, "B" if has_files else "source", unit_scale=has_files) as bar:
+        for source, size in zip(sources, sizes, strict=True):
+            bar.set_description(f"{title} {source.name}", refresh=False)
+            with bar.item(size):
+                yield source
 
 
 def fill_path(path: str) -> Path:

@@ -34,10 +34,9 @@ from embeddings.common.io import (
     load_array,
     write_manifest,
 )
-from embeddings.common.jobs import progress_bar
 from embeddings.common.process import is_first_process, logger
 from embeddings.data.conversion import GROUP_ROWS, Facts, Suspects, convert, groups_of, usable_records
-from embeddings.data.readers import Block, Reader
+from embeddings.data.readers import Reader, blocks_of
 from embeddings.data.records import Record
 from embeddings.data.sources import HASHES, Conversion, SourceConfig, SourceInputs
 
@@ -358,7 +357,7 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[s
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the job started", "start again")
-    blocks = _with_progress(f"reading {config.name}", _readers(config, inputs))
+    blocks = blocks_of(f"reading {config.name}", _readers(config, inputs))
     yield from (record for group in groups_of(blocks) for record in usable_records(config, group))
     inputs.require_unchanged()
 
@@ -371,7 +370,7 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
 def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
     facts = Facts()
     readers = _readers(config, inputs)
-    blocks = _with_progress(f"converting {config.name}", readers)
+    blocks = blocks_of(f"converting {config.name}", readers)
     num_rows = _write_columns(folder, convert(config, facts.noting_columns(config, blocks), facts))
     if num_rows == 0:
         what = f"no row can be used: {facts.suspects}"
@@ -401,18 +400,6 @@ def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:
     required = ("query", "positive") if config.conversion == "pairs" else config.fields
     columns = [[config.columns.get(name) or name for name in names] for names in (config.fields, required)]
     return inputs.readers(*columns)
-
-
-def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Block]:
-    """The rows of all readers, with a progress bar."""
-    sizes = [reader.total_bytes for reader in readers]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
-    with progress_bar(total, title, "row" if total is None else "B", unit_scale=True) as bar:
-        for reader in readers:
-            done = bar.n
-            for block in reader.blocks():
-                yield block
-                bar.update(len(block.fields) if total is None else done + reader.bytes_read - bar.n)
 
 
 def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uint16]:

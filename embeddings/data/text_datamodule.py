@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from embeddings.common.distributed import rank, world_size
 from embeddings.common.errors import InputError, OptionError, run_checks
 from embeddings.common.io import cache_folder, check_file, check_manifest, load_array, write_manifest
-from embeddings.common.jobs import progress_bar
+from embeddings.common.progress import progress_bar
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
 from embeddings.data.datamodule import (
@@ -41,9 +41,10 @@ from embeddings.data.documented_functions import (
     require_available,
     sources_digest,
 )
+from embeddings.data.readers import Block, blocks_of
 from embeddings.data.records import kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
-from embeddings.data.sources import Origin, SourceInputs, check_files, check_names
+from embeddings.data.sources import Origin, SourceInputs, check_files, check_names, one_after_another
 from embeddings.data.store import converted_folder
 from embeddings.data.tokenize import copied_backend
 
@@ -93,18 +94,29 @@ class Documents(SourceInputs):
         super().__init__(source, root)
         self.source = source
         self._modules = [file for package in _packages(source.packages or []) for file in find_sources(package)]
+        # The maximum number of documents; None if it is only known how many bytes their files have.
+        self.maximum = source.max_rows
         if source.packages:
             self.identity = [{"packages": sources_digest(self._modules)}]
+            self.maximum = min(len(self._modules), source.max_rows or len(self._modules))
 
     def __iter__(self) -> Iterator[str]:
         modules = (decoded(module.path.read_bytes()) for module in self._modules)
         texts = modules if self.source.packages else self._record_texts()
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
+    @property
+    def title(self) -> str:
+        return f"tokenising {self.source.name}"
+
     def _record_texts(self) -> Iterator[str]:
         column = self.source.column
-        for reader in self.readers([column], [column]):
-            for where, fields in reader:
+        readers = self.readers([column], [column])
+        blocks: Iterator[Block] = chain.from_iterable(reader.blocks() for reader in readers)
+        if self.maximum is None:
+            blocks = blocks_of(self.title, readers)
+        for block in blocks:
+            for where, fields in block.rows:
                 if column not in fields:
                     names = ", ".join(map(str, fields))[:80]
                     raise InputError(where, f"no column {column!r} among {names}", "set column in the source")
@@ -204,8 +216,9 @@ def open_stream(
 
 def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, identity: dict[str, object]) -> None:
     starts, total = array("q"), 0
-    title = f"tokenising {documents.source.name}"
-    with open(folder / TOKENS_FILE, "wb") as file, progress_bar(None, title, " documents") as bar:
+    options = {"disable": documents.maximum is None}
+    bar = progress_bar(documents.maximum, documents.title, "document", **options)
+    with open(folder / TOKENS_FILE, "wb") as file, bar:
         remaining = iter(documents)
         while texts := list(islice(remaining, _BATCH)):
             for ids in tokenizer(texts):
@@ -375,7 +388,8 @@ class TextDataModule(PlannedDataModule):
         return [loader]
 
     def _open(self, sources: Sequence[TextSource], tokenizer: DocumentTokenizer) -> RowMixture:
-        return RowMixture([open_stream(source, tokenizer, self.cache_dir) for source in sources], self.row_length)
+        opened = one_after_another("tokenising", sources)
+        return RowMixture([open_stream(source, tokenizer, self.cache_dir) for source in opened], self.row_length)
 
     def _collator(self) -> RowCollator:
         module = self._trained_module

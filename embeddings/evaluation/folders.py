@@ -211,7 +211,7 @@ class TaskFolder:
 EvaluationFolder = RetrievalFolder | TaskFolder
 
 
-def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
+def read_evaluation_folder(path: str | PathLike[str], show_progress: bool = False) -> EvaluationFolder:
     """Read the evaluation data in a folder, and check every row.
 
     Retrieval is BEIR's layout: `corpus.jsonl` {"_id", "title", "text"}, `queries.jsonl` {"_id", "text"}, `qrels.tsv`
@@ -219,13 +219,13 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     "label"}. The other kinds are a single `test.jsonl`: clustering {"text", "label"}, similarity {"sentence1",
     "sentence2", "score"}, pair classification {"sentence1", "sentence2", "label"} with labels 0 and 1, reranking
     {"query", "positive", "negatives"}, summarisation {"human_summaries", "machine_summaries", "relevance"}. Every JSONL
-    file may be gzipped as `.jsonl.gz`. Other fields are ignored.
+    file may be gzipped as `.jsonl.gz`. Other fields are ignored. `show_progress` draws a bar while a corpus is read.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise InputError(str(folder), "is not a folder", _LAYOUTS)
     if _find(folder, "corpus") or _find(folder, "queries") or _find_qrels(folder):
-        return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)))
+        return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)), show_progress)
     test = _find(folder, "test")
     if test is None:
         raise InputError(str(folder), "has no evaluation data", _LAYOUTS)
@@ -268,10 +268,10 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
     return _retrieval_files(path.parent.parent if path.parent.name == "qrels" else path.parent, path)
 
 
-def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
+def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> RetrievalFolder:
     """Read retrieval files; the corpus is in memory as `PackedTexts`."""
     document_ids, documents = PackedTexts(), PackedTexts()
-    for document in read_corpus(files.corpus):
+    for document in read_corpus(files.corpus, show_progress=show_progress):
         document_ids.append(document.document_id)
         documents.append(document.text)
     text_of_query = _read_queries(files.queries)

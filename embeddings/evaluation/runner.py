@@ -106,7 +106,7 @@ def evaluate_widths(
     check_widths(encoder, widths)
     if isinstance(folder, str | PathLike):
         name = Path(folder).resolve().name if name is None else name
-        folder = read_evaluation_folder(folder)
+        folder = read_evaluation_folder(folder, encoder.show_progress)
     if context_size is not None:
         require_context_size(encoder, context_size)
     name = name or folder.kind
@@ -163,7 +163,7 @@ def evaluate_folders(
     # All of them may not fit in memory.
     kept, num_kept = dict[Path, EvaluationFolder](), 0
     for _, path in folders:
-        data = read_evaluation_folder(path)
+        data = read_evaluation_folder(path, encoder.show_progress)
         if data.kind not in _OWN_KINDS:
             load_mteb()
         num_kept += len(data.context_texts)

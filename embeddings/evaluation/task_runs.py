@@ -23,8 +23,8 @@ from mteb.models.model_meta import ScoringFunction
 from embeddings.common import text as common_text
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.io import atomic_path, scratch_folder, write_json, write_text
-from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import one_line
 from embeddings.evaluation.air_bench import PREFIX, AirBenchTask, air_bench_tasks, pack_searches, searches_path
 from embeddings.evaluation.folders import EvaluationFolder
@@ -274,8 +274,8 @@ def run_tasks(
     with progress_bar(len(shared), "tasks", "task", initial=done, disable=not show_bars) as bar:
         for task in remaining:
             bar.set_description(task.metadata.name)
-            _run(adapted, task, results, settings)
-            bar.update()
+            with bar.item():
+                _run(adapted, task, results, settings)
     private = [task.data for task in tasks if isinstance(task, AirBenchTask) and not task.data.has_labels]
     for width in widths:
         for path in pack_searches(results.folder_of(width), results.model(width), private):

@@ -11,6 +11,7 @@ import Stemmer
 from scipy import sparse
 
 from embeddings.common.errors import OptionError
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 
 Tokenize = Callable[[str], list[str]]
@@ -79,7 +80,7 @@ class BM25:
         self._vocabulary: dict[str, int] = {}
         tokens = [
             [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)]
-            for text in corpus
+            for text in progress_bar(None, "indexing words", "text", iterable=corpus)
         ]
         index = bm25s.BM25(method="lucene", k1=k1, b=b)
         if self._vocabulary:

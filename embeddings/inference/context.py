@@ -55,7 +55,7 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
         folder = VectorFolder.open(source)
         return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
     # Two passes over the file, because a corpus may not fit in memory.
-    num_documents = sum(1 for _ in read_corpus(source))
+    num_documents = sum(1 for _ in read_corpus(source, show_progress=True))
     rows = sample_rows(num_documents, size, seed)
     wanted = np.zeros(num_documents, dtype=bool)
     wanted[rows] = True

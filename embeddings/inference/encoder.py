@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
-from embeddings.common.jobs import progress_bar, save_array
+from embeddings.common.jobs import save_array
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer

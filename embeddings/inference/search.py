@@ -11,6 +11,7 @@ from torch import Tensor
 
 from embeddings.common.errors import OptionError
 from embeddings.common.io import check_manifest
+from embeddings.common.progress import tracked
 from embeddings.inference.context import check_same_context
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256
 from embeddings.inference.vector_folder import (
@@ -371,7 +372,7 @@ class CorpusSearch:
         else:
             if nearest is not None:
                 raise OptionError("nearest", "an index", "needs an encoded folder", "encode the corpus first")
-            self._corpus = list(read_corpus(corpus))
+            self._corpus = list(read_corpus(corpus, show_progress=encoder.show_progress))
             texts = [document.text for document in self._corpus]
             self._vector_ND = encoder.comparable(encoder.encode(texts, None, context, role="document"))
         self._nearest = nearest or self._compare_all
@@ -389,7 +390,11 @@ class CorpusSearch:
         if self._folder is not None and self._is_binary:
             return search_signs(query_QD, self._folder.shards, top_k, self._rescore_multiplier)
         folder, raw = self._folder, self.encoder.embedder.compares_lengths
-        documents = self._vector_ND if folder is None else folder.tiles() if raw else folder.directions()
+        if folder is None:
+            return search_top_k(query_QD, self._vector_ND, top_k, self.encoder.device)
+        options = {"disable": not self.encoder.show_progress, "unit_scale": True}
+        tiles = folder.tiles() if raw else folder.directions()
+        documents = tracked(tiles, folder.num_documents, "search", "vector", len, **options)
         return search_top_k(query_QD, documents, top_k, self.encoder.device)
 
     def _documents(self, rows: list[int]) -> list[Document]:

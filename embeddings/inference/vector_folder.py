@@ -32,19 +32,12 @@ from embeddings.common.io import (
     read_json_or_empty,
     write_text,
 )
-from embeddings.common.jobs import (
-    ArrayTask,
-    ShardedJob,
-    progress_bar,
-    require_shard_size,
-    save_array,
-    shard_rows,
-    spread,
-)
+from embeddings.common.jobs import ArrayTask, ShardedJob, require_shard_size, save_array, shard_rows, spread
 from embeddings.common.process import tune_malloc
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole, shorten
 from embeddings.common.types import TokenBatch
-from embeddings.data.readers import open_reader
+from embeddings.data.readers import blocks_of, open_reader
 from embeddings.data.records import kind_of
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import CONTEXT_FILE, Context, Encoder, embedder_sha256, text_blocks, unit_rows
@@ -68,15 +61,18 @@ class Document(NamedTuple):
     text: str
 
 
-def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[Document]:
+def read_corpus(
+    path: str | PathLike[str], columns: Mapping[str, str] | None = None, show_progress: bool = False
+) -> Iterator[Document]:
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
     A row has `_id`, `title` and `text` as in BEIR; only `text` is required. `id` is used where there is no `_id`, and
     the row number, from 0, where there is neither. `columns` maps these fields to columns with other names. An
-    `InputError` names file and row of an invalid row, and, after the last row, of a repeated id.
+    `InputError` names file and row of an invalid row, and, after the last row, of a repeated id. `show_progress` draws
+    a bar.
     """
     hashes = array("q")
-    for _, document in _corpus_rows(path, columns):
+    for _, document in _corpus_rows(path, columns, show_progress):
         hashes.append(hash(document.document_id))
         yield document
     hash_N, seen = np.frombuffer(hashes, np.int64), set[str]()
@@ -90,7 +86,9 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
             seen.add(document.document_id)
 
 
-def _corpus_rows(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[tuple[str, Document]]:
+def _corpus_rows(
+    path: str | PathLike[str], columns: Mapping[str, str] | None = None, show_progress: bool = False
+) -> Iterator[tuple[str, Document]]:
     """The documents of a file, each with its place for messages."""
     for name in columns or ():
         if name not in _COLUMNS:
@@ -98,7 +96,8 @@ def _corpus_rows(path: str | PathLike[str], columns: Mapping[str, str] | None = 
     id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _COLUMNS)
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
-    for number, (where, fields) in enumerate(reader):
+    blocks = blocks_of(f"reading {path}", [reader]) if show_progress else reader.blocks()
+    for number, (where, fields) in enumerate(row for block in blocks for row in block.rows):
         column = id_columns[0] if id_columns[0] in fields else id_columns[-1]
         document_id = identifier_field(where, fields, column) if column in fields else str(number)
         text = text_field(where, fields, text_column)
@@ -382,7 +381,7 @@ def encode_corpus(
     require_format(vector_format, encoder.embedding_dim)
     # Errors in the corpus or the prompt are found before anything is written.
     num_documents, text_bytes = 0, 0
-    for document in read_corpus(corpus, columns):
+    for document in read_corpus(corpus, columns, encoder.show_progress):
         num_documents += 1
         text_bytes += len(document.text)
     encoder.encode([""], prompt_name, context, role=role)
@@ -421,13 +420,19 @@ def encode_corpus(
         items = spread(dict.fromkeys(names, tokenise), items)
     total = sum(len(shards.rows(shard)) for shard in of_task)
     done = total - sum(len(shards.rows(shard)) for shard in missing)
+    used, work = devices[: len(missing)], partial(_encode_shard, shards, options)
     with (
         closing(items),
-        closing(on_devices(encoder, devices[: len(missing)], partial(_encode_shard, shards, options), items)) as counts,
         progress_bar(total, "encode", "document", initial=done, disable=not encoder.show_progress) as bar,
     ):
-        for count in counts:
-            bar.update(count)
+        if len(used) < 2:
+            for item in items:
+                with bar.item(len(item.documents)):
+                    work(encoder, item)
+        else:
+            with closing(on_devices(encoder, used, work, items)) as counts:
+                for count in counts:
+                    bar.update(count)
     is_finished = job.finish(
         lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)}
     )

@@ -21,11 +21,11 @@ from embeddings.common.jobs import (
     ShardedJob,
     discard_on_user_error,
     load_shard,
-    progress_bar,
     save_array,
     shard_rows,
 )
 from embeddings.common.process import logger
+from embeddings.common.progress import progress_bar
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
@@ -184,6 +184,10 @@ _NUM_HASHES = 1 << 18
 _TERM = r"(?u)\w+"
 _K1, _B = 1.2, 0.75
 _NUM_ROUNDS, _EXTRA_AXES = 7, 10
+# The share of the time of the features that counting words takes.
+_COUNT_SHARE = 0.4
+# The share of the time of a run of k-means that reading the features takes.
+_READ_SHARE = 0.1
 
 
 class Bm25Features(PairFeatures):
@@ -256,10 +260,12 @@ class Bm25Features(PairFeatures):
 
 
 def _term_counts(texts: Sequence[str]) -> Any:
+    from scipy import sparse
     from sklearn.feature_extraction.text import HashingVectorizer
 
     vectorizer = HashingVectorizer(n_features=_NUM_HASHES, alternate_sign=False, norm=None, token_pattern=_TERM)
-    return vectorizer.transform(texts)
+    starts = progress_bar(None, "counting words", "block", iterable=range(0, len(texts), _BLOCK), share=_COUNT_SHARE)
+    return sparse.vstack([vectorizer.transform(texts[start : start + _BLOCK]) for start in starts], format="csr")
 
 
 def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float64]:
@@ -270,12 +276,18 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
     from scipy.linalg import lu, qr, svd
 
     sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
-    for _ in progress_bar(None, "reducing the words", "round", iterable=range(_NUM_ROUNDS)):
-        axes, _ = lu(weights.T @ sides, permute_l=True)
-        sides, _ = lu(weights @ axes, permute_l=True)
-    axes, _ = qr(weights.T @ sides, mode="economic", overwrite_a=True)
-    del sides
-    rotation, *_ = svd((weights @ axes).T, full_matrices=False, overwrite_a=True)
+    # The end costs as much as a round.
+    with progress_bar(_NUM_ROUNDS + 1, "reducing the words", "round") as bar:
+        for _ in range(_NUM_ROUNDS):
+            axes, _ = lu(weights.T @ sides, permute_l=True)
+            bar.update(0.5)
+            sides, _ = lu(weights @ axes, permute_l=True)
+            bar.update(0.5)
+        axes, _ = qr(weights.T @ sides, mode="economic", overwrite_a=True)
+        del sides
+        bar.update(0.5)
+        rotation, *_ = svd((weights @ axes).T, full_matrices=False, overwrite_a=True)
+        bar.update(0.5)
     axes = (axes @ rotation)[:, :num_axes]
     largest = np.abs(axes).argmax(axis=0)
     return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
@@ -446,10 +458,16 @@ def cluster_pairs(
 
             runs_fields = {"kind": "k-means", **fields}
             runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
+            if any(not runs.path(run).exists() for run in (task or ArrayTask()).shards(settings.num_runs)):
+                # Here, so that the bar of the runs has only k-means.
+                vectors()
             runs.run(train, task, take_over=True)
             best, num_shards = _best_run(runs), -(-features.num_rows // settings.shard_size)
             assigning = ShardedJob(work / "assignments", {"kind": "assignments", **fields}, num_shards)
-            assigning.run(partial(_assign, features, best.centroids, settings), task)
+            assign = partial(_assign, features, best.centroids, settings)
+            assigning.run(
+                assign, task, rows=partial(shard_rows, shard_size=settings.shard_size, num_rows=features.num_rows)
+            )
             if assigning.missing():
                 return None
             job.finish(partial(_merge, job, assigning, best, settings))
@@ -471,7 +489,8 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
         logger.warning("k-means is trained on %s", counts)
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
     starts = range(0, len(rows), _BLOCK)
-    for start in progress_bar(None, "reading features", "block", iterable=starts):
+    # k-means takes most of the time.
+    for start in progress_bar(None, "reading features", "block", iterable=starts, share=_READ_SHARE):
         orders = features.both_orders(rows[start : start + _BLOCK])
         for half, order in zip((vectors[: len(rows)], vectors[len(rows) :]), orders, strict=True):
             half[start : start + _BLOCK] = order
@@ -489,7 +508,8 @@ def _best_run(runs: ShardedJob) -> KMeans:
 
 def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:
     row_N = np.array(shard_rows(shard, settings.shard_size, features.num_rows))
-    blocks = (row_N[start : start + _BLOCK] for start in range(0, len(row_N), _BLOCK))
+    starts = progress_bar(None, "assigning rows", "block", iterable=range(0, len(row_N), _BLOCK))
+    blocks = (row_N[start : start + _BLOCK] for start in starts)
     save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.gpu) for b in blocks]))
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows, write_array
+from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.text import canonical
 from embeddings.data.near_duplicates import KEY_BYTES, NearDuplicates, Shingle
 from embeddings.data.store import CachedSource, StoredRow, Table
@@ -67,7 +68,12 @@ def find_duplicates(
         "shard_size": shard_size,
     }
     job = ShardedJob(folder, fields, -(-len(table) // shard_size), stem="keys")
-    job.run(partial(_write_keys, table, rule, shard_size), task, take_over=True)
+    job.run(
+        partial(_write_keys, table, rule, shard_size),
+        task,
+        take_over=True,
+        rows=partial(shard_rows, shard_size=shard_size, num_rows=len(table)),
+    )
     job.finish(lambda: _compare(job, table, rule))
     return np.asarray(load_shard(Path(folder) / _REASONS, mapped=True))
 
@@ -76,7 +82,7 @@ def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shar
     """Write the hashes and signatures of a shard's records, (n, 8 + 4 * num_keys) uint8."""
     rows = shard_rows(shard, shard_size, len(table))
     key_NB = np.empty((len(rows), 8 + (KEY_BYTES * rule.num_keys if rule else 0)), dtype=np.uint8)
-    for start in range(0, len(rows), _BLOCK):
+    for start in progress_bar(None, "reading texts", "block", iterable=range(0, len(rows), _BLOCK)):
         records = table.rows(rows[start : start + _BLOCK])
         block = slice(start, start + len(records))
         # Texts contain no NUL characters.
@@ -188,6 +194,10 @@ class Decontaminator:
     def fields(self) -> dict[str, Any]:
         return {"sha256": self.evaluation.sha256(), "bm25_threshold": self.bm25_threshold}
 
+    def prepare(self) -> None:
+        """Index the evaluation texts, which the first call of `reasons` would do."""
+        _ = self._hashes, self.bm25_threshold is None or self._indexes
+
     def reasons(self, records: Sequence[StoredRow]) -> npt.NDArray[np.uint8]:
         """`KEPT`, `EQUAL` or `SIMILAR` for each record, (n,) uint8."""
         reason_N = np.full(len(records), KEPT, dtype=np.uint8)
@@ -210,8 +220,17 @@ class Decontaminator:
 
     @cached_property
     def _indexes(self) -> list[BM25 | None]:
-        sides = [[text for text in texts if len(set(word_tokens(text))) >= MIN_TOKENS] for texts in self.evaluation]
-        return [BM25(texts) if texts else None for texts in sides]
+        indexes: list[BM25 | None] = []
+        total = sum(map(len, self.evaluation))
+        with progress_bar(total, "indexing evaluation texts", "text") as bar:
+            for side in self.evaluation:
+                texts = []
+                with bar.item(len(side)):
+                    tokens = map(word_tokens, side)
+                    sized = tracked(zip(side, tokens, strict=True), len(side), "", "text", lambda _: 1, share=0.5)
+                    texts = [text for text, words in sized if len(set(words)) >= MIN_TOKENS]
+                    indexes.append(BM25(texts) if texts else None)
+        return indexes
 
 
 def find_contaminated(
@@ -232,7 +251,14 @@ def find_contaminated(
         "shard_size": shard_size,
     }
     job = ShardedJob(folder, fields, -(-len(table) // shard_size))
-    job.run(partial(_write_reasons, table, rule, shard_size), task, take_over=True)
+    if job.missing():
+        rule.prepare()
+    job.run(
+        partial(_write_reasons, table, rule, shard_size),
+        task,
+        take_over=True,
+        rows=partial(shard_rows, shard_size=shard_size, num_rows=len(table)),
+    )
 
     def join() -> dict[str, Any]:
         reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
@@ -245,7 +271,8 @@ def find_contaminated(
 
 def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
     rows = shard_rows(shard, shard_size, len(table))
-    blocks = (rows[start : start + _CHECK_BLOCK] for start in range(0, len(rows), _CHECK_BLOCK))
+    starts = progress_bar(None, "comparing texts", "block", iterable=range(0, len(rows), _CHECK_BLOCK))
+    blocks = (rows[start : start + _CHECK_BLOCK] for start in starts)
     save_array(path, np.concatenate([rule.reasons(table.rows(block)) for block in blocks]))
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from embeddings.common.errors import OptionError, pip_install, require
 from embeddings.common.io import check_vectors
-from embeddings.common.jobs import progress_bar
+from embeddings.common.progress import progress_bar
 
 
 def load_faiss(gpu: bool = False) -> ModuleType:
@@ -60,8 +60,11 @@ def map_lists(path: Path) -> Any:
 NUM_ITERATIONS, NUM_RUNS = 100, 3
 # In a best-of-n, faiss adds r times this to the seed of run r.
 _SEED_STEP = 15_486_557
-# Scores of vectors and centroids that are computed at once.
-_BLOCK_SCORES = 1 << 27
+# Scores of vectors and centroids, and on a CPU multiplications, that one call of faiss computes: about a second, which
+# Ctrl-C does not interrupt.
+_BLOCK_SCORES, _BLOCK_PRODUCTS = 1 << 27, 1 << 34
+# Parts in which the means of the clusters are computed, for the same reason.
+_MEAN_PARTS = 16
 # Relative distance from its copy of a centroid that is placed in a large cluster, because its own had no vectors.
 _MOVE = 1 / 1024
 
@@ -85,7 +88,8 @@ def spherical_kmeans(
     """The best of `num_runs` runs of spherical k-means (see `kmeans_run`)."""
     if num_runs < 1:
         raise OptionError("num_runs", num_runs, "must be >= 1", "the paper uses the best of 3")
-    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in range(num_runs)]
+    numbers = progress_bar(None, "k-means", "run", iterable=range(num_runs))
+    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in numbers]
     return max(runs, key=lambda run: run.objective)
 
 
@@ -118,8 +122,7 @@ def kmeans_run(
     centroids = vectors[order_N[:num_clusters]]
     faiss.normalize_L2(centroids)
     nearest_N, cosine_N = np.empty(num_vectors, np.int32), np.empty(num_vectors, np.float32)
-    # Each block takes seconds at most, so that progress is shown and Ctrl-C ends the loop.
-    size = max(4096, _BLOCK_SCORES // num_clusters // 4096 * 4096)
+    size = _block_rows(centroids, gpu)
     title = f"k-means, run {run + 1}"
     with progress_bar(num_iterations * num_vectors, title, "vector", unit_scale=True) as bar:
         for _ in range(num_iterations):
@@ -140,7 +143,9 @@ def _mean_directions(vectors: NDArray[np.float32], nearest_N: NDArray[np.int32],
     count_K = np.bincount(nearest_N, minlength=num_clusters)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(count_K)])
     ones, order_N = np.ones(len(vectors), np.float32), np.argsort(nearest_N, kind="stable")
-    sum_KD = csr_array((ones, order_N, ends), shape=(num_clusters, len(vectors))) @ vectors
+    members_KN = csr_array((ones, order_N, ends), shape=(num_clusters, len(vectors)))
+    step = -(-num_clusters // _MEAN_PARTS)
+    sum_KD = np.concatenate([members_KN[start : start + step] @ vectors for start in range(0, num_clusters, step)])
     centroids = sum_KD * (np.float32(1) / np.maximum(count_K, 1).astype(np.float32))[:, None]
     # As in faiss, neighbouring values move in opposite directions.
     moves_D = np.where(np.arange(vectors.shape[1]) % 2, -_MOVE, _MOVE).astype(np.float32)
@@ -167,15 +172,14 @@ def num_duplicates(centroids: NDArray[np.float32]) -> int:
     return len(centroids) - len(np.unique(np.round(centroids, 5), axis=0))
 
 
-_BLOCK = 16_384
-
-
 def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
 ) -> NDArray[np.int32]:
     """The index of the centroid with the largest inner product with each vector, exact, (n,) int32."""
-    _, nearest_N1 = _index(centroids, gpu).search(np.ascontiguousarray(vectors, dtype=np.float32), 1)
-    return np.asarray(nearest_N1[:, 0], dtype=np.int32)
+    index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    nearest = [index.search(vectors[start : start + size], 1)[1][:, 0] for start in range(0, len(vectors), size)]
+    return np.concatenate([np.empty(0, np.int64), *nearest]).astype(np.int32)
 
 
 def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False) -> NDArray[np.int32]:
@@ -185,16 +189,26 @@ def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bo
     lists = np.empty((num_centroids, width), dtype=np.int32)
     if not width:
         return lists
-    index = _index(centroids, gpu)
-    starts = range(0, num_centroids, _BLOCK)
+    index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
+    starts = range(0, num_centroids, size)
     for start in progress_bar(None, "comparing centroids", "block", iterable=starts):
-        block = centroids[start : start + _BLOCK]
+        block = centroids[start : start + size]
         nearest = index.search(block, width + 1)[1]
         is_itself = nearest == start + np.arange(len(nearest))[:, None]
         # If copies displace a centroid from its own list, the last entry is dropped.
         is_itself[~is_itself.any(axis=1), -1] = True
-        lists[start : start + _BLOCK] = nearest[~is_itself].reshape(len(nearest), -1)
+        lists[start : start + size] = nearest[~is_itself].reshape(len(nearest), -1)
     return lists
+
+
+def _block_rows(centroids: NDArray[np.float32], gpu: bool) -> int:
+    """The number of vectors that are compared with the centroids in one call."""
+    num_centroids, width = centroids.shape
+    rows: int = _BLOCK_SCORES // num_centroids
+    if not gpu:
+        rows = min(rows, _BLOCK_PRODUCTS // (num_centroids * width))
+    # Blocks of faiss and of matrix products stay full, so that the sums do not depend on the size.
+    return rows // 4096 * 4096 or max(512, min(rows, 2048) // 512 * 512)
 
 
 def _index(centroids: NDArray[np.float32], gpu: bool) -> Any:

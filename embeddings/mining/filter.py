@@ -26,6 +26,7 @@ from embeddings.common.jobs import (
     save_array,
     write_array,
 )
+from embeddings.common.progress import progress_bar
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.common.text import PromptChoice
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
@@ -91,6 +92,11 @@ class Segments:
     def __len__(self) -> int:
         return len(self._segments)
 
+    def positions(self, shard: int) -> range:
+        """The positions of a shard's rows in its permuted group."""
+        segment, block = self.blocks[shard]
+        return self._segments[segment][1][block]
+
     def members(self, segment: int) -> _Int64s:
         """The rows of a segment, in order, computed without the other segments."""
         row_n, positions = self._segments[segment]
@@ -153,7 +159,8 @@ def rank_pairs(
         "seed": seed,
     }
     job = ShardedJob(folder, fields, len(segments.blocks), stem="ranks")
-    job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
+    rank = partial(_write_ranks, vectors, segments, torch.device(device))
+    job.run(rank, task, take_over=True, rows=segments.positions)
     job.finish(lambda: _join(job, segments, num_rows))
     ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
     return ranks
@@ -179,7 +186,8 @@ def segment_ranks(
     key_P = known.group_P[is_in_segment_P] * len(document_M) + column_P[is_in_segment_P]
     count_n = torch.zeros(len(row_n), dtype=torch.int32)
     num_documents = _DOCUMENT_TILE * (1 if device.type == "cpu" else _GPU_TILES)
-    for first in range(0, len(document_M), num_documents):
+    firsts = range(0, len(document_M), num_documents)
+    for first in progress_bar(None, "ranking documents", "tile", iterable=firsts):
         tile_TD = vectors.document_shards.take(document_M[first : first + num_documents])
         tile_DT = torch.from_numpy(tile_TD).to(device).T
         for start in range(0, len(row_n), _QUERY_TILE):

@@ -21,7 +21,8 @@ from embeddings.common.io import (
     fsync_path,
     write_file_manifest,
 )
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, save_array, shard_rows
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows
+from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.random import derive_seed
 from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import BestDocuments, TopK, require_top_k, search_top_k
@@ -73,10 +74,10 @@ class IvfSearch:
         if not self.gpu:
             return self._search_lists(query_QD, list_QP, top_k)
         best = BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
-        for part in self._parts:
+        for part in progress_bar(None, "search", "part", iterable=self._parts):
             index = faiss.index_cpu_to_gpu(self._resources, 0, part)
             index.nprobe, count = self.num_probes, min(top_k, part.ntotal)
-            for number, chunk in enumerate(best.chunks):
+            for number, chunk in enumerate(progress_bar(None, "search", "block", iterable=best.chunks)):
                 found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
                 best.add(number, *_found(*found))
         return best.result()
@@ -87,7 +88,7 @@ class IvfSearch:
         block = min(_BLOCK_QUERIES, max(64, _BLOCK_SCORES // max(1, documents_searched)))
         best = BestDocuments(len(query_QD), top_k, block)
         with ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS)) as pool:
-            for lists in self._lists:
+            for lists in progress_bar(None, "search", "part", iterable=self._lists):
                 searched = pool.map(
                     lambda chunk, lists=lists: lists.best(query_QD[chunk], list_QP[chunk], top_k), best.chunks
                 )
@@ -174,7 +175,11 @@ def build_ivf(
     fields = {**sizes, "seed": seed, "gpu": gpu, "faiss": faiss_version()}
 
     def train(_: int, path: Path) -> None:
-        for shard, vector_ND in progress_bar(None, "checking vectors", "shard", iterable=enumerate(documents)):
+        numbered = enumerate(documents)
+        # k-means takes most of the time.
+        for shard, vector_ND in progress_bar(
+            documents.num_shards, "checking vectors", "shard", iterable=numbered, share=0.1
+        ):
             check_vectors(vector_ND, str(documents.path(shard)), unit=True)
         sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
         save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
@@ -190,8 +195,10 @@ def build_ivf(
 
     def sort(part: int, path: Path) -> None:
         row_n = np.array(shard_rows(part, part_rows, documents.num_rows))
-        lists = new_lists(quantizer, num_lists)
-        lists.add_with_ids(documents.take(row_n), row_n)
+        lists, starts = new_lists(quantizer, num_lists), range(0, len(row_n), QUERY_CHUNK)
+        for start in progress_bar(None, "filling lists", "block", iterable=starts):
+            rows = row_n[start : start + QUERY_CHUNK]
+            lists.add_with_ids(documents.take(rows), rows)
         write_lists(lists, path)
 
     num_parts = -(-documents.num_rows // part_rows)
@@ -329,10 +336,7 @@ def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, 
 
 
 def _with_progress(folder: VectorFolder, title: str) -> Iterator[Floats]:
-    with progress_bar(folder.num_documents, title, "vector") as bar:
-        for vector_ND in folder.directions():
-            yield vector_ND
-            bar.update(len(vector_ND))
+    return tracked(folder.directions(), folder.num_documents, title, "vector", len)
 
 
 def _require_floats(folder: VectorFolder) -> None:

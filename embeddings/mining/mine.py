@@ -28,6 +28,7 @@ from embeddings.common.jobs import (
     shard_rows,
 )
 from embeddings.common.process import logger, quiet_libraries, quiet_transformers
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, one_line
 from embeddings.data.records import NUM_LEVELS, Record, is_json_lines, table_writer
 from embeddings.data.sources import SourceConfig
@@ -99,7 +100,17 @@ class Reranker:
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Floats:
         """The scores of P pairs of a query and a text, (P,) float32; an `InputError` if one is not finite."""
-        scores = self.model.predict(list(pairs), batch_size=BATCH_PAIRS, show_progress_bar=False)
+        with progress_bar(-(-len(pairs) // BATCH_PAIRS), "scoring pairs", "batch") as bar:
+
+            def count(*_: object) -> None:
+                bar.update()
+
+            counting = self.model.register_forward_hook(count)
+            try:
+                # All pairs in one call, which sorts them by length.
+                scores = self.model.predict(list(pairs), batch_size=BATCH_PAIRS, show_progress_bar=False)
+            finally:
+                counting.remove()
         score_P: Floats = np.asarray(scores, np.float32)
         if not np.isfinite(score_P).all():
             query, text = pairs[int(np.flatnonzero(~np.isfinite(score_P))[0])]
@@ -300,11 +311,12 @@ def mine_negatives(
         encoded = teachers.encode(source, index, folder, shard_size=shard_size, devices=devices, task=task)
         searches = [search.over(made, work / f"ivf-{number}", rules.seed, task) for number, made in enumerate(encoded)]
         miner = ShardMiner(index, encoded, searches, rules, None if levels is None else levels.kind, qrels)
-        job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
+        rows = partial(shard_rows, shard_size=shard_size, num_rows=len(source.table))
+        job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task, rows=rows)
         scoring = None
         if reranker is not None:
             scoring = scoring_job(work, reranker, job.num_shards)
-            scoring.run(partial(score_shard, reranker, source.table, shard_size, job), task)
+            scoring.run(partial(score_shard, reranker, source.table, shard_size, job), task, rows=rows)
         jobs = [job] if scoring is None else [job, scoring]
         if any(each.missing() for each in jobs):
             return None

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
+from embeddings.common.progress import progress_bar
 from embeddings.data.records import NUM_LEVELS, Record, record_schema, record_table
 from embeddings.mining.negatives import (
     DocumentQrels,
@@ -68,7 +69,8 @@ class ShardMiner:
         known = known if judged is None else judged.known
         max_known = int(np.bincount(known.group_P).max())
         top_k = min(self.rules.last_rank + 1 + min(max_known, MAX_OWN_TEXTS), self.index.num_documents)
-        nearest = [search.search(query_QD, top_k) for search, query_QD in zip(self.searches, query_TQD, strict=True)]
+        teachers = progress_bar(None, "search", "teacher", iterable=range(len(self.searches)))
+        nearest = [self.searches[teacher].search(query_TQD[teacher], top_k) for teacher in teachers]
         offsets = self.index.positive_offsets[queries.start : queries.stop + 1]
         row_P = self.index.positive_rows[offsets[0] : offsets[-1]].astype(np.int64)
         positive_TP = self._scores(query_TQD, np.repeat(np.arange(len(row_Q)), np.diff(offsets)), row_P)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError
 from embeddings.common.io import atomic_folder, check_manifest, file_sha256, load_array, text_hash, write_manifest
 from embeddings.common.process import logger
-from embeddings.data.readers import open_reader
+from embeddings.common.progress import progress_bar
+from embeddings.data.readers import blocks_of, open_reader
 from embeddings.data.store import CachedSource, StoredRow, Table, write_table
 from embeddings.inference.vector_folder import text_field
 
@@ -148,7 +149,7 @@ def _index(
     kinds = {"positive": table.positives} | ({"negative": table.negatives} if negatives else {})
     offsets, hashes = {}, {}
     for kind, texts_of in kinds.items():
-        offsets[kind], hashes[kind] = _hashes(texts_of, len(table))
+        offsets[kind], hashes[kind] = _hashes(texts_of, len(table), f"reading {kind}s")
         if not len(hashes[kind]):
             raise InputError(str(source.folder), "no row has negatives", "leave out the option negatives")
     text_hashes, body_hashes = array("q"), array("q")
@@ -159,7 +160,7 @@ def _index(
     ends = np.cumsum([len(hash_E) for hash_E in hashes.values()])
     documents = dict(zip(hashes, np.split(document_E, ends), strict=False))
 
-    _, query_hashes = _hashes(lambda rows: [[text] for text in table.queries(rows)], len(table))
+    _, query_hashes = _hashes(lambda rows: [[text] for text in table.queries(rows)], len(table), "reading queries")
     # Each corpus text, and its body without the title if that is another document.
     body_C = find(np.array(body_hashes, np.int64), hash_D)
     is_twin_C = (body_C >= 0) & (body_C != documents["corpus"])
@@ -176,10 +177,10 @@ def _index(
     }
 
 
-def _hashes(texts_of: Callable[[range], list[list[str]]], num_rows: int) -> tuple[Int64s, Int64s]:
+def _hashes(texts_of: Callable[[range], list[list[str]]], num_rows: int, title: str) -> tuple[Int64s, Int64s]:
     """The offsets of each row's texts, (num_rows + 1,), and the hashes of all texts."""
     ends, hashes = array("q", [0]), array("q")
-    for start in range(0, num_rows, _TEXT_ROWS):
+    for start in progress_bar(None, title, "block", iterable=range(0, num_rows, _TEXT_ROWS)):
         for texts in texts_of(range(start, min(start + _TEXT_ROWS, num_rows))):
             hashes.extend(map(text_hash, texts))
             ends.append(len(hashes))
@@ -189,7 +190,8 @@ def _hashes(texts_of: Callable[[range], list[list[str]]], num_rows: int) -> tupl
 def _hashed_corpus(path: Path, text_hashes: "array[int]", body_hashes: "array[int]") -> Iterator[StoredRow]:
     """The documents of a corpus file as rows to store; also appends their hashes with and without the title."""
     num_skipped = 0
-    for where, fields in open_reader(path, ("title", "text"), ("text",)):
+    blocks = blocks_of(f"reading {path}", [open_reader(path, ("title", "text"), ("text",))])
+    for where, fields in (row for block in blocks for row in block.rows):
         title = "" if fields.get("title") is None else text_field(where, fields, "title")
         body = text_field(where, fields, "text")
         text = " ".join(part for part in (title, body) if part)

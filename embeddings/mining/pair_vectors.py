@@ -13,16 +13,9 @@ import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_manifest, check_vectors, file_lock, text_hash
-from embeddings.common.jobs import (
-    ArrayTask,
-    ShardedJob,
-    load_shard,
-    progress_bar,
-    require_shard_size,
-    save_array,
-    write_array,
-)
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, require_shard_size, save_array, write_array
 from embeddings.common.process import logger
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import embedder_sha256, unit_rows
@@ -256,11 +249,11 @@ def _encode_side(
     used = devices[: len(pending)]
     if len(used) > 1:
         results = on_devices(encoder, used, writer, map(texts, pending))
-        with closing(results), progress_bar(len(pending), kind, "shard") as bar:
-            for _ in results:
-                bar.update()
+        with closing(results), progress_bar(sum(len(shards.rows(shard)) for shard in pending), kind, "row") as bar:
+            for num_rows in results:
+                bar.update(num_rows)
     # The shards that are still missing.
-    job.run(lambda shard, path: writer.write(encoder, texts(shard), path), task, take_over=True)
+    job.run(lambda shard, path: writer.write(encoder, texts(shard), path), task, take_over=True, rows=shards.rows)
     job.finish()
     return budget
 
@@ -291,13 +284,17 @@ class _ShardWriter:
     where: str
     shards: VectorShards
 
-    def __call__(self, encoder: "Encoder", item: _ShardTexts) -> bool:
-        return self.job.make(item.shard, lambda _, path: self.write(encoder, item, path))
+    def __call__(self, encoder: "Encoder", item: _ShardTexts) -> int:
+        """Write a shard, unless another process does; returns its number of rows."""
+        self.job.make(item.shard, lambda _, path: self.write(encoder, item, path))
+        return len(item.vector_ND)
 
     def write(self, encoder: "Encoder", item: _ShardTexts, path: Path) -> None:
         encoder, vector_ND = encoder.with_mini_batch_tokens(self.mini_batch_tokens), item.vector_ND
-        for prompt, position_n, texts in item.parts:
-            vector_ND[position_n] = encoder.encode(texts, prompt, role=self.role)
+        with progress_bar(sum(len(texts) for *_, texts in item.parts), f"encode {self.role}", "text") as bar:
+            for prompt, position_n, texts in item.parts:
+                with bar.item(len(texts)):
+                    vector_ND[position_n] = encoder.encode(texts, prompt, role=self.role)
         check_vectors(vector_ND, self.where, self.shards.rows(item.shard).start)
         save_array(path, unit_rows(vector_ND))
 
@@ -335,7 +332,7 @@ def _with_instruction(prompt: PromptChoice, instruction: str) -> GivenPrompt:
 def _longest_instruction(source: CachedSource) -> str:
     """The longest instruction of the rows; an `InputError` if a row has none."""
     longest = ""
-    for start in range(0, len(source.table), SHARD_SIZE):
+    for start in progress_bar(None, "reading instructions", "block", iterable=range(0, len(source.table), SHARD_SIZE)):
         block = source.table.rows(range(start, min(start + SHARD_SIZE, len(source.table))))
         for row, stored in enumerate(block, start):
             if not stored.instruction:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_vectors
+from embeddings.common.progress import progress_bar, tracked
 from embeddings.inference.encoder import has_native_bfloat16
 from embeddings.inference.search import PAIRS, BestDocuments, TopK, best_of_tiles, num_candidates, require_top_k
 from embeddings.inference.vector_folder import VectorShards
@@ -130,12 +131,14 @@ class ExactSearch:
         """See `DocumentSearch`."""
         check_search(self.documents, query_QD, top_k)
         sizes, parts = self.sizes(len(query_QD), top_k), list[TopK]()
+        starts = range(0, len(query_QD), sizes.pass_queries)
         with full_products(), torch.inference_mode():
-            for start in range(0, len(query_QD), sizes.pass_queries):
+            for start in progress_bar(None, "search", "pass", iterable=starts):
                 query_nD = torch.tensor(query_QD[start : start + sizes.pass_queries], device=self.device)
                 best = BestDocuments(len(query_nD), top_k, sizes.product_queries, self.device)
                 num_pairs = sizes.num_pairs if self.device.type == "cuda" else PAIRS
-                parts.append(best_of_tiles(query_nD, self._tiles(sizes), best, self._dtype, num_pairs=num_pairs))
+                tiles = tracked(self._tiles(sizes), self.documents.num_rows, "search", "document", len)
+                parts.append(best_of_tiles(query_nD, tiles, best, self._dtype, num_pairs=num_pairs))
         return TopK(
             np.concatenate([part.score_QK for part in parts]), np.concatenate([part.index_QK for part in parts])
         )

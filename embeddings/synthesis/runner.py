@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import file_lock, fsync_path
-from embeddings.common.jobs import ArrayTask, progress_bar
+from embeddings.common.jobs import ArrayTask
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import one_line
 from embeddings.synthesis.client import FIRST_CONCURRENCY, MAX_SHOWN_CHARACTERS, ChatClient, Request, Sampling
 from embeddings.synthesis.validate import Answer, RejectedAnswer, parse_answer

@@ -1,5 +1,6 @@
 """Dispatch of commands, and the options made from a function's signature."""
 
+import atexit
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import pytest
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import COMMANDS, Command, main, run_command
+from tests.helpers import processes
 
 ROOT = Path(__file__).parents[2]
 CALLS = []
@@ -172,3 +174,23 @@ def test_a_stop_signal_during_the_exit_changes_nothing():
     late = "import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1)"
     script = f"{late}; sys.argv = ['main.py', '--help']; runpy.run_path('main.py', run_name='__main__')"
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT).returncode == 0
+
+
+def end_by(code: int) -> None:
+    """End this process as a command with an exit code does."""
+    main_module = sys.modules[main.__module__]
+    main_module.main = lambda: code
+    atexit.register(print, "exit functions ran")
+    try:
+        main_module.run()
+    finally:
+        print("unloading the libraries", flush=True)
+
+
+@pytest.mark.parametrize(("code", "is_unloaded"), [(0, True), (2, True), (130, False)])
+def test_an_interrupted_command_ends_without_unloading_its_libraries(code, is_unloaded):
+    with processes.Command([code], function=end_by, stdout=subprocess.PIPE, text=True) as process:
+        output, _ = process.communicate()
+    assert process.returncode == code
+    assert ("unloading" in output) == is_unloaded
+    assert "exit functions ran" in output

@@ -1,11 +1,9 @@
-"""Progress bars, sharded jobs of several tasks, jobs that write one file, and worker processes."""
+"""Sharded jobs of several tasks, jobs that write one file, and worker processes."""
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from embeddings.common import InputError, OptionError, jobs
+from embeddings.common import InputError, OptionError
 from embeddings.common.errors import UserError, WorkerError
 from embeddings.common.io import file_sha256, write_file_manifest
 from embeddings.common.jobs import (
@@ -42,50 +40,6 @@ def write_letter(shard, path):
 
 def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only the test moves: its one element is the time in seconds."""
-    now = [1000.0]
-    monkeypatch.setattr("time.time", lambda: now[0])
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    return now
-
-
-@pytest.mark.parametrize("is_renamed", [False, True])
-def test_a_log_gets_a_line_every_half_minute_and_the_last_one(is_renamed, clock, capsys):
-    with jobs.progress_bar(20, "work", "row") as bar:
-        for _ in range(20):
-            clock[0] += 5.0
-            bar.update()
-            if is_renamed:
-                bar.set_description(f"row {bar.n}")
-    written = capsys.readouterr().err
-    assert "\r" not in written
-    found = [re.search(r"(\d+)/20 \[(\S+)<(\S+), ", line).groups() for line in written.splitlines()]
-    assert found == [
-        ("6", "00:30", "01:10"),
-        ("12", "01:00", "00:40"),
-        ("18", "01:30", "00:10"),
-        ("20", "01:40", "00:00"),
-    ]
-
-
-@pytest.mark.parametrize("seconds", [1.0, 29.0])
-def test_work_of_less_than_half_a_minute_writes_no_line_to_a_log(seconds, clock, capsys):
-    for _ in jobs.progress_bar(None, "work", "row", iterable=range(2)):
-        clock[0] += seconds / 2
-    assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_gets_a_bar_after_two_seconds(clock, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for _ in jobs.progress_bar(None, "work", "row", iterable=range(4)):
-        clock[0] += 1.0
-    written = capsys.readouterr().err
-    assert written.count("\n") == 1
-    assert re.findall(r"\d/4", written) == ["2/4", "3/4", "4/4", "4/4"]
 
 
 @pytest.mark.parametrize(

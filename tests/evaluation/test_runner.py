@@ -189,7 +189,9 @@ def test_small_folders_are_read_once_and_later_ones_a_second_time(encoder, tmp_p
     write_retrieval(tmp_path / "r")
     write_similarity(tmp_path / "s")
     read, read_folder = [], runner.read_evaluation_folder
-    monkeypatch.setattr(runner, "read_evaluation_folder", lambda path: (read.append(path.name), read_folder(path))[1])
+    monkeypatch.setattr(
+        runner, "read_evaluation_folder", lambda path, *_: (read.append(path.name), read_folder(path))[1]
+    )
     evaluate_folders(encoder, [tmp_path])
     assert read == ["r", "s"]
     monkeypatch.setattr(runner, "_MAX_KEPT", 6)

@@ -1,6 +1,10 @@
 """k-means equals a loop and uses every vector, and errors are explicit where faiss is silent."""
 
+import os
+import signal
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,14 +113,19 @@ def test_runs_equal_the_best_of_three_of_faiss(num_iterations):
     assert found.objective == max(runs)
 
 
-def test_progress_is_shown_within_an_iteration_and_blocks_change_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("scores", "products", "block"), [(3 * 8000, 1 << 34, 4096), (1 << 27, 24 * 1100, 1024), (1, 1, 512)]
+)
+def test_progress_is_shown_within_an_iteration_and_blocks_change_nothing(scores, products, block, monkeypatch):
     vectors, shown = unit_vectors(10_000, 8), []
     whole = kmeans_run(vectors, 3, num_iterations=2)
     update = tqdm.update
     monkeypatch.setattr(tqdm, "update", lambda bar, count: (shown.append(count), update(bar, count))[1])
-    monkeypatch.setattr(faiss_library, "_BLOCK_SCORES", 1)
+    monkeypatch.setattr(faiss_library, "_BLOCK_SCORES", scores)
+    monkeypatch.setattr(faiss_library, "_BLOCK_PRODUCTS", products)
     blocks = kmeans_run(vectors, 3, num_iterations=2)
-    assert shown == [4096, 4096, 1808] * 2
+    num_full, rest = divmod(10_000, block)
+    assert shown == ([block] * num_full + [rest]) * 2
     np.testing.assert_array_equal(blocks.centroids, whole.centroids)
 
 
@@ -158,7 +167,7 @@ def test_invalid_options_are_refused_in_one_line(options, message):
 )
 @pytest.mark.parametrize("block", [7, 1000])
 def test_lists_contain_the_nearest_others_nearest_first(count, num_neighbours, width, block, monkeypatch):
-    monkeypatch.setattr(faiss_library, "_BLOCK", block)
+    monkeypatch.setattr(faiss_library, "_block_rows", lambda *_: block)
     means = unit_vectors(count)
     lists = neighbour_lists(means, num_neighbours)
     assert lists.dtype == np.int32
@@ -173,3 +182,24 @@ def test_copies_of_a_centroid_list_each_other_and_not_themselves():
         assert centroid not in others
         assert len(set(others)) == 3
     assert all(other < 6 for others in lists[:6].tolist() for other in others)
+
+
+def test_ctrl_c_ends_k_means_of_wide_vectors_within_two_seconds():
+    vectors = unit_vectors(8192, 1536)
+    at_signal: list[float] = []
+
+    def interrupt() -> None:
+        at_signal.append(time.process_time())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # CPU time, because other processes may take most of the machine.
+    thread = threading.Timer(0.5, interrupt)
+    thread.start()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            kmeans_run(vectors, 4096)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, previous)
+    assert time.process_time() - at_signal[0] < 2.0

@@ -8,7 +8,7 @@ from email.utils import formatdate
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.jobs import progress_bar
+from embeddings.common.progress import progress_bar
 from embeddings.synthesis.client import ChatClient, EndpointError, Limits, Sampling, make_request
 from embeddings.synthesis.runner import FEW_ANSWERS, Concurrency, open_journal
 from embeddings.synthesis.validate import Answer, RejectedAnswer
