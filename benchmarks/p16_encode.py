@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 from benchmarks.harness import Action, compare, compare_all, options, record, separate_process
 from benchmarks.p22_onnx_int8 import encoding, mini_batches
-from benchmarks.workloads import minilm_folder, question_answer_texts
+from benchmarks.workloads import minilm_folder, question_answer_texts, small_embedder
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import TextSettings
 from embeddings.data.tokenize import TextTokenizer
@@ -42,16 +42,16 @@ ONNX_PEERS = "onnxruntime, torch"
 Vectors = npt.NDArray[np.float32]
 
 
-def our_encoding(texts: list[str], precision: Precision) -> Callable[[], Vectors]:
+def our_encoding(folder: str, texts: list[str], precision: Precision) -> Callable[[], Vectors]:
     """Our encoding of all texts, as a command does it."""
     tune_malloc()
-    encoder = Encoder.from_pretrained(minilm_folder(), device="cpu", precision=precision)
+    encoder = Encoder.from_pretrained(folder, device="cpu", precision=precision)
     return lambda: encoder.encode(texts)
 
 
-def peer_encoding(texts: list[str], precision: str) -> Callable[..., Vectors]:
+def peer_encoding(folder: str, texts: list[str], precision: str) -> Callable[..., Vectors]:
     """The peer's encoding of all texts, with its default batch size or another."""
-    model = SentenceTransformer(minilm_folder(), device="cpu", model_kwargs={"dtype": getattr(torch, precision)})
+    model = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": getattr(torch, precision)})
 
     def run(batch_size: int = DEFAULT_BATCH_SIZE) -> Vectors:
         return np.asarray(model.encode(texts, batch_size=batch_size, show_progress_bar=False))
@@ -59,7 +59,7 @@ def peer_encoding(texts: list[str], precision: str) -> Callable[..., Vectors]:
     return run
 
 
-def onnx_encoding(texts: list[str], folder: str) -> Action:
+def onnx_encoding(folder: str, texts: list[str]) -> Action:
     """onnxruntime's encoding with the int8 graph in a folder; its tokenisation is not timed, ours is."""
     return encoding(Path(folder, INT8_GRAPH_FILE), mini_batches(Path(folder), texts))
 
@@ -76,13 +76,13 @@ def best_batch_size(peer: Callable[[int], Vectors]) -> int:
     return min(seconds, key=seconds.__getitem__)
 
 
-def record_pair(chosen: Namespace, texts: list[str]) -> None:
+def record_pair(chosen: Namespace, model: str, texts: list[str]) -> None:
     """Check the vectors of float32 and bfloat16 against the peer's, and time both precisions."""
-    has_bfloat16 = Encoder.from_pretrained(minilm_folder(), device="cpu").dtype == torch.bfloat16
+    has_bfloat16 = Encoder.from_pretrained(model, device="cpu").dtype == torch.bfloat16
     with ExitStack() as stack:
         precisions: list[Precision] = ["float32", "bfloat16"] if has_bfloat16 else ["float32"]
         ours, peers = (
-            {name: stack.enter_context(separate_process(chosen, make, texts, name)) for name in precisions}
+            {name: stack.enter_context(separate_process(chosen, make, model, texts, name)) for name in precisions}
             for make in (our_encoding, peer_encoding)
         )
         expected = peers["float32"]()
@@ -104,7 +104,7 @@ def record_pair(chosen: Namespace, texts: list[str]) -> None:
         ratio = compare(ours["float32"], lambda: peers["float32"](best_size), chosen)
         record(chosen, f"P16 encode in float32 over the best, batch {best_size}", ratio, "ratio", "<=0.95", PEERS)
     for name in precisions:
-        record_share_of_peak(chosen, name, texts)
+        record_share_of_peak(chosen, name, model, texts)
 
 
 def matmul_flops(encoder: Encoder, texts: list[str]) -> float:
@@ -130,9 +130,9 @@ def matmul_peak(encoder: Encoder, seconds: float) -> float:
     return float(2 * count * input_NH.shape[0] * config.hidden_size * config.intermediate_size / taken)
 
 
-def record_share_of_peak(chosen: Namespace, precision: Precision, texts: list[str]) -> None:
+def record_share_of_peak(chosen: Namespace, precision: Precision, model: str, texts: list[str]) -> None:
     """Record the speed of our encoding as a fraction of the measured speed of matrix products."""
-    encoder = Encoder.from_pretrained(minilm_folder(), device="cpu", precision=precision)
+    encoder = Encoder.from_pretrained(model, device="cpu", precision=precision)
     encoder.encode(texts)
     start = time.perf_counter()
     encoder.encode(texts)
@@ -143,16 +143,16 @@ def record_share_of_peak(chosen: Namespace, precision: Precision, texts: list[st
     )
 
 
-def record_int8(chosen: Namespace, texts: list[str]) -> None:
+def record_int8(chosen: Namespace, model: str, texts: list[str]) -> None:
     """Time int8 against our own float32 and against onnxruntime, and record the minimum cosine to float32."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary, "model")
-        shutil.copytree(minilm_folder(), folder)
+        shutil.copytree(model, folder)
         write_onnx(folder)
         write_int8_onnx(folder)
-        exact = stack.enter_context(separate_process(chosen, our_encoding, texts, "float32"))
-        rounded = stack.enter_context(separate_process(chosen, our_encoding, texts, "int8"))
-        peer = stack.enter_context(separate_process(chosen, onnx_encoding, texts, str(folder)))
+        exact = stack.enter_context(separate_process(chosen, our_encoding, model, texts, "float32"))
+        rounded = stack.enter_context(separate_process(chosen, our_encoding, model, texts, "int8"))
+        peer = stack.enter_context(separate_process(chosen, onnx_encoding, str(folder), texts))
         cosine = float((rounded() * exact()).sum(axis=1).min())
         record(chosen, "P16 least cosine in int8", cosine, "cosine", "none", "torch")
         ratio = compare(rounded, exact, chosen)
@@ -185,8 +185,13 @@ def main() -> None:
     chosen = options(__doc__, threads=2)
     tune_malloc()
     texts = [text for pair in question_answer_texts(128) for text in pair] if not chosen.tiny else ["a b", "c " * 9]
-    record_pair(chosen, texts)
-    record_int8(chosen, texts)
+    with tempfile.TemporaryDirectory() as folder:
+        model = minilm_folder()
+        if chosen.tiny:
+            model = f"{folder}/model"
+            small_embedder().save_pretrained(model)
+        record_pair(chosen, model, texts)
+        record_int8(chosen, model, texts)
     record_wide_int8(chosen, texts[:64])
 
 

@@ -165,12 +165,14 @@ def run_trials(
         function: A top-level function of a module, called with the trial, the work folder, and whether the run is tiny.
     """
     finished = {} if chosen.tiny else _finished()
-    missing = [trial for trial in trials if _identity(trial) not in finished]
+    # Variants with the same settings share a result. In a tiny run so do those that differ only in numbers.
+    identity = _kind if chosen.tiny else _identity
+    missing = {identity(trial): trial for trial in trials if identity(trial) not in finished}
     # A new process for each trial, except in a tiny run, where starting it takes longer than the trial.
     context: Any = multiprocessing.get_context("fork" if chosen.tiny else "spawn")
     max_tasks = None if chosen.tiny else 1
     with ProcessPoolExecutor(chosen.workers, context, _one_thread, max_tasks_per_child=max_tasks) as pool:
-        running = {pool.submit(function, trial, chosen.work, chosen.tiny): trial for trial in missing}
+        running = {pool.submit(function, trial, chosen.work, chosen.tiny): trial for trial in missing.values()}
         failure: BaseException | None = None
         for done in tqdm(as_completed(running), total=len(running), desc="trials", disable=chosen.tiny):
             if done.cancelled():
@@ -181,14 +183,14 @@ def run_trials(
                 for other in running:
                     other.cancel()
                 continue
-            finished[_identity(running[done])] = done.result()
+            finished[identity(running[done])] = done.result()
             if not chosen.tiny:
                 _append(running[done], done.result())
     if failure is not None:
         raise failure
     variants = list(dict.fromkeys(trial.variant for trial in trials))
     return [
-        Scores(variant, {trial.seed: finished[_identity(trial)] for trial in trials if trial.variant == variant})
+        Scores(variant, {trial.seed: finished[identity(trial)] for trial in trials if trial.variant == variant})
         for variant in variants
     ]
 
@@ -218,6 +220,12 @@ def _one_thread() -> None:
 
 def _identity(trial: Trial) -> tuple[str, int]:
     return trial.key, trial.seed
+
+
+def _kind(trial: Trial) -> tuple[str, int]:
+    """The identity of a trial whose numbers are only zero or not."""
+    numbers = {name: bool(value) for name, value in trial.settings.items() if isinstance(value, int | float)}
+    return _identity(replace(trial, settings={**trial.settings, **numbers}))
 
 
 def _finished() -> dict[tuple[str, int], Metrics]:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.metadata
 import itertools
 import os
 import re
@@ -14,17 +15,6 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 from pathlib import Path
 
 import pytest
-import torch
-
-from embeddings.callbacks import run_record
-from tests.helpers.processes import spawn_by_server, start_server
-
-# Threads slow down tiny matrix products; child processes get the limit from OMP_NUM_THREADS.
-torch.set_num_threads(1)
-# Otherwise processes that multiprocessing spawns import pytest's main module first.
-vars(sys.modules["__main__"]).update(__spec__=None)
-vars(sys.modules["__main__"]).pop("__file__", None)
-spawn_by_server()
 
 
 def _fsync(descriptor: int) -> None:
@@ -32,14 +22,39 @@ def _fsync(descriptor: int) -> None:
     os.fstat(descriptor)
 
 
-os.fsync = _fsync
-# Each run calls it, but the clone does not change.
-run_record.git_commit = functools.cache(run_record.git_commit)
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests. pytest-xdist's controller runs none: its workers wait until it is ready."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    # It reads the metadata of all installed packages, which takes half a second.
+    importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
+    import torch
+
+    from embeddings.callbacks import run_record
+    from tests.helpers.processes import spawn_by_server
+
+    # Threads slow down tiny matrix products; child processes get the limit from OMP_NUM_THREADS.
+    torch.set_num_threads(1)
+    # Without a device torch would queue each seed for it, with the text of the stack, which takes milliseconds.
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        if not devices.is_available():
+            devices.manual_seed_all = lambda seed: None  # type: ignore[assignment]
+    # Otherwise processes that multiprocessing spawns import pytest's main module first.
+    vars(sys.modules["__main__"]).update(__spec__=None)
+    vars(sys.modules["__main__"]).pop("__file__", None)
+    spawn_by_server()
+    os.fsync = _fsync
+    # Lightning 2.6 calls functions that jsonargparse 4.49 renamed.
+    config.addinivalue_line("filterwarnings", "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+    # Each run calls it, but the clone does not change.
+    run_record.git_commit = functools.cache(run_record.git_commit)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server after all imports and before the first test."""
     if session.items and not session.config.option.collectonly:
+        from tests.helpers.processes import start_server
+
         gc.collect()
         # Excludes a million objects of libraries from later garbage collections.
         gc.freeze()
@@ -60,6 +75,8 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(autouse=True)
 def _isolated_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -199,7 +199,8 @@ def test_a_run_that_is_killed_after_any_checkpoint_ends_like_a_whole_run(name: s
     ("name", "number"),
     [
         ("scored every three steps", 4),  # the last score was logged at step 3
-        ("scored after each epoch", 8),  # the score after step 8 ends the run
+        # The score after step 8 ends the run.
+        pytest.param("scored after each epoch", 8, marks=pytest.mark.slow),
         ("validated every three steps", 7),  # the validation loop after step 6 ends the run
         ("averaged", 6),
     ],
@@ -211,7 +212,7 @@ def test_what_follows_the_step_of_a_checkpoint_is_done_after_a_kill(name: str, n
     assert unlike(found, expected) == []
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
+@pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_after_its_last_step_only_ends(hook: str, tmp_path: Path) -> None:
     name = "saved after each epoch, until it stops"
     expected = whole_run(tmp_path / "whole", name)
@@ -224,8 +225,8 @@ def test_a_run_that_is_killed_after_its_last_step_only_ends(hook: str, tmp_path:
 @pytest.mark.parametrize(
     ("first", "then", "steps"),
     [
-        ({"max_epochs": 3, "max_steps": -1}, {"max_epochs": 2, "max_steps": -1}, 12),
-        ({"max_epochs": 3, "max_steps": -1}, {"max_epochs": -1, "max_steps": 5}, 12),
+        ({"max_epochs": 2, "max_steps": -1}, {"max_epochs": 1, "max_steps": -1}, 8),
+        ({"max_epochs": 2, "max_steps": -1}, {"max_epochs": -1, "max_steps": 5}, 8),
         ({"max_steps": 6}, {"max_steps": 3}, 6),
         ({"max_steps": 6}, {"max_steps": 7}, 7),
     ],

@@ -110,7 +110,9 @@ def test_ascii_full_and_closed_standard_output_end_without_a_traceback(redirecti
     assert ended.stderr.count("\n") == bool(ending[1])
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "show --help", "encode --help"])
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "show --help", pytest.param("encode --help", marks=pytest.mark.slow)]
+)
 def test_the_help_ends_quietly_if_nobody_reads_it(words):
     script = f"set -o pipefail; {sys.executable} -m embeddings {words} | sleep 0"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True)

@@ -16,8 +16,8 @@ from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import component, run_config, write_config
 
 RECIPES = read_recipes()
-# Recipes with few sources; parsing forty sources takes seconds.
-QUICK = ["mgh_docstrings", "small_decoder_mntp"]
+# A recipe with few sources; parsing forty sources takes seconds.
+QUICK = ["small_decoder_mntp"]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:

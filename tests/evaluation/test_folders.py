@@ -267,7 +267,7 @@ def test_only_queries_without_a_judgment_are_skipped_and_counted():
     assert scores.metrics["ndcg_at_2"] == 0.5
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_metrics_and_ties_are_those_of_mteb(seed):
     from mteb._evaluators.retrieval_metrics import calculate_retrieval_scores
 

@@ -56,6 +56,11 @@ LOADED = (
     "embeddings.strategies",
     "lightning.pytorch.cli",
     "lightning.pytorch.strategies.launchers.subprocess_script",
+    # Imported by functions, so that each process would load them again.
+    "attrs",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "omegaconf",
+    "pandas",
     "transformers.models.bert.modeling_bert",
     "transformers.models.mistral.modeling_mistral",
 )
@@ -246,9 +251,12 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
         if listener in ready:
             if not is_loaded:
                 for name in LOADED:
-                    module = importlib.import_module(name)
+                    with warnings.catch_warnings():
+                        # As in a job, where warnings of a library's import are not errors either.
+                        warnings.simplefilter("ignore")
+                        module = importlib.import_module(name)
                     # The library's packages load their names lazily.
-                    for part in getattr(module, "__all__", ()):
+                    for part in module.__all__ if name.count(".") == 1 and name.startswith("embeddings.") else ():
                         with contextlib.suppress(ImportError):
                             getattr(module, part)
                 gc.freeze()

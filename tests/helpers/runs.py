@@ -1,12 +1,15 @@
 """Small runs with the real command line."""
 
 import json
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning
 import lightning.pytorch.callbacks
 import yaml
+from transformers.trainer_utils import set_seed
 
 from embeddings.cli.fit import run_trainer
 from embeddings.common.io import read_metrics
@@ -57,9 +60,24 @@ def write_retrieval_folder(folder: Path, num_queries: int = 8) -> Path:
 
 def backbone_folder(folder: Path, kind: str = "bert", dropout: float = 0.0) -> str:
     """A tiny backbone with its tokenizer on disk: `bert` (encoder) or `mistral` (decoder)."""
-    if kind == "bert":
-        return save_backbone(str(folder), tiny_bert(dropout=dropout), wordpiece_tokenizer())
-    return save_backbone(str(folder), tiny_mistral(), sentencepiece_tokenizer())
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _backbone_files(kind, dropout).items():
+        # A model may have mapped the file that is replaced.
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_bytes(content)
+    set_seed(0)
+    return str(folder)
+
+
+@cache
+def _backbone_files(kind: str, dropout: float) -> dict[str, bytes]:
+    """The content of each file of a tiny backbone; hundreds of runs start from one."""
+    with TemporaryDirectory() as folder:
+        if kind == "bert":
+            save_backbone(folder, tiny_bert(dropout=dropout), wordpiece_tokenizer())
+        else:
+            save_backbone(folder, tiny_mistral(), sentencepiece_tokenizer())
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def tiny_trainer(folder: Path) -> dict[str, Any]:
