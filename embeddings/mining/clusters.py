@@ -185,7 +185,7 @@ _TERM = r"(?u)\w+"
 _K1, _B = 1.2, 0.75
 _NUM_ROUNDS, _EXTRA_AXES = 7, 10
 # The share of the time of the features that counting words takes.
-_COUNT_SHARE = 0.4
+_COUNT_SHARE = 0.15
 # The share of the time of a run of k-means that reading the features takes.
 _READ_SHARE = 0.1
 
@@ -276,8 +276,8 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
     from scipy.linalg import lu, qr, svd
 
     sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
-    # The end costs as much as a round.
-    with progress_bar(_NUM_ROUNDS + 1, "reducing the words", "round") as bar:
+    # The end costs as much as five rounds.
+    with progress_bar(_NUM_ROUNDS + 5, "reducing the words", "round") as bar:
         for _ in range(_NUM_ROUNDS):
             axes, _ = lu(weights.T @ sides, permute_l=True)
             bar.update(0.5)
@@ -285,9 +285,9 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
             bar.update(0.5)
         axes, _ = qr(weights.T @ sides, mode="economic", overwrite_a=True)
         del sides
-        bar.update(0.5)
+        bar.update(2.5)
         rotation, *_ = svd((weights @ axes).T, full_matrices=False, overwrite_a=True)
-        bar.update(0.5)
+        bar.update(2.5)
     axes = (axes @ rotation)[:, :num_axes]
     largest = np.abs(axes).argmax(axis=0)
     return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
