@@ -7,6 +7,7 @@ A page includes a table by a fenced block. Its language is the kind of table and
     ```
     ```scores              `benchmarks/results.csv` as a two-dimensional table; the pattern yields row and column
     claim: "E14 (?P<column>.+) on vaswani_npl, (?P<row>.+)"
+    intervals: true        with sign, minimum and maximum; default: only the value
     ```
     ```growth              newest rows of each operation in `benchmarks/growth.csv`
     ```
@@ -175,7 +176,11 @@ def scores_table(options: Mapping[str, Any]) -> str:
             if "columns" in options and name not in columns:
                 continue
             columns[name] = None
-            values.setdefault(match["row"], {})[name] = f"{float(row['value']):.{digits}f}"
+            cell = f"{float(row['value']):.{digits}f}"
+            if options.get("intervals"):
+                value, low, high = (f"{float(row[key]):+.{digits}f}" for key in ("value", "low", "high"))
+                cell = f"{value} ({low} to {high})"
+            values.setdefault(match["row"], {})[name] = cell
     require(values, f"no claim in {RESULTS.name} matches {options['claim']}")
     rows = [[name, *(by_column.get(column, "–") for column in columns)] for name, by_column in values.items()]
     return markdown_table([options.get("corner", ""), *columns], rows)

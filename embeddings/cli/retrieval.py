@@ -13,19 +13,26 @@ from embeddings.common.jobs import TaskOptions
 from embeddings.common.own_folder import record_files
 from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import choose_prompt, printable
-from embeddings.evaluation import evaluate_folders, format_results
+from embeddings.evaluation import evaluate_folders, evaluate_hybrid, format_hybrid, format_results
 from embeddings.evaluation.mteb_library import Instructions, load_mteb
 from embeddings.inference import (
     Context,
     CorpusSearch,
     Encoder,
+    Fusion,
+    FusionRule,
+    HybridSearch,
     Precision,
     VectorFolder,
     VectorFormat,
     choose_context,
     encode_corpus,
+    index_words,
+    open_words,
     parse_devices,
 )
+from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.inference.hybrid import WORDS_FOLDER
 from embeddings.inference.search import require_multiplier, require_top_k
 from embeddings.inference.vector_folder import bytes_per_vector
 from embeddings.mining import VectorIndex, build_index, recall_of
@@ -52,6 +59,38 @@ class ContextOptions:
             return choose_context(encoder, self.context, self.context_size, self.context_seed)
         refuse_given({"context_size": self.context_size}, "needs a corpus to draw from", "name one with --context")
         return None
+
+
+@dataclass(frozen=True)
+class HybridOptions:
+    """Search by vectors and words.
+
+    Args:
+        hybrid: Whether BM25 scores are fused with the scores of the vectors (see `fusion`).
+        hybrid_weight: Weight of BM25 in a fused score, from 0 (vectors only) to 1 (BM25 only); default 0.2.
+        fusion: `zscore` standardises both scores over the corpus, `minmax` scales those of the best documents of each
+            list, `rrf` adds reciprocal ranks. Default `zscore`, or `minmax` with an index or binary vectors.
+        language: Language of the texts, as PyStemmer names it, or `none` for words without stemming; default `english`,
+            or that of the folder's BM25 index.
+    """
+
+    hybrid: bool = False
+    hybrid_weight: float | None = None
+    fusion: Fusion | None = None
+    language: str | None = None
+
+    def rule(self, compares_all: bool = True) -> FusionRule | None:
+        """The fusion rule; None without `hybrid`."""
+        if not self.hybrid:
+            given = {"hybrid_weight": self.hybrid_weight, "fusion": self.fusion, "language": self.language}
+            refuse_given(given, "needs --hybrid", "add it, or leave this out")
+            return None
+        tokenizer(self.chosen_language)
+        return FusionRule.of(self.fusion, self.hybrid_weight, compares_all)
+
+    @property
+    def chosen_language(self) -> str:
+        return ENGLISH if self.language is None else self.language
 
 
 def encode(
@@ -151,8 +190,11 @@ def search(
     dimensions: int | None = None,
     *,
     context: ContextOptions,
+    hybrid: HybridOptions,
 ) -> None:
     """Print the documents nearest to a query, or to each line of standard input if no query is given.
+
+    `--hybrid` ranks by vectors and words; an encoded folder then needs a BM25 index (`index --hybrid`).
 
     Args:
         query: The query. Without it, queries are read from the terminal, one per line, until an empty line.
@@ -174,18 +216,26 @@ def search(
         require_multiplier(rescore_multiplier)
     if index == "ivf" and not corpus.is_dir():
         raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, then give the folder")
+    rule = hybrid.rule(index == "exact")
+    if rule is not None and corpus.is_dir():
+        # A missing index is reported before the model is loaded.
+        open_words(VectorFolder.open(corpus), hybrid.language)
     nearest = None if index == "exact" else VectorIndex.open(VectorFolder.open(corpus)).search
     encoder = load_encoder(model, precision, dimensions)
     drawn = context.draw(encoder)
     searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
     warn_without_context(encoder, searched.context is not None, "--context")
+    ranked: CorpusSearch | HybridSearch = searched
+    if rule is not None:
+        options: dict[str, Any] = {"weight": hybrid.hybrid_weight, "fusion": hybrid.fusion}
+        ranked = HybridSearch(searched, language=hybrid.language, **options)
     if query is not None:
-        _print_hits(searched, query, top_k)
+        _print_hits(ranked, query, top_k)
         return
     try:
         while line := _next_line():
             start = perf_counter()
-            _print_hits(searched, line, top_k)
+            _print_hits(ranked, line, top_k)
             print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)
     except UnicodeDecodeError:
         raise InputError("standard input", "is not valid UTF-8", "write it as UTF-8") from None
@@ -197,26 +247,49 @@ def _next_line() -> str:
     return sys.stdin.readline().strip()
 
 
-def _print_hits(searched: CorpusSearch, query: str, top_k: int) -> None:
+def _print_hits(searched: CorpusSearch | HybridSearch, query: str, top_k: int) -> None:
     (hits,) = searched.search([query], top_k)
     for hit in hits:
         text = printable(" ".join(hit.text.split()))[:160]
         print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {text}")
 
 
-def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0) -> None:
-    """Build an index (inverted lists) of an encoded folder, for `search --index ivf`.
+def index(
+    vectors: Path,
+    num_lists: int | None = None,
+    num_probes: int | None = None,
+    seed: int | None = None,
+    hybrid: bool = False,
+    language: str | None = None,
+) -> None:
+    """Build an index of an encoded folder: inverted lists for `search --index ivf`, or BM25 for `search --hybrid`.
 
-    The command prints the recall@10 compared with exact search, for 200 documents of the folder as queries.
+    For inverted lists the command prints the recall@10 compared with exact search, for 200 documents of the folder as
+    queries.
 
     Args:
-        vectors: A folder that `encode` wrote; `ivf.faiss` and `ivf.manifest.json` in it are created or replaced.
+        vectors: A folder that `encode` wrote; `ivf.faiss` and `ivf.manifest.json` in it, or with `hybrid` the folder
+            `words`, are created or replaced.
         num_lists: Number of lists; default depends on the number of vectors.
         num_probes: Number of lists to search for each query; default 32, or all if there are fewer.
-        seed: Random seed of the sample on which the lists are trained.
+        seed: Random seed of the sample on which the lists are trained; default 0.
+        hybrid: Whether to build the BM25 index of the documents' words instead of inverted lists.
+        language: Language of the words, as PyStemmer names it, or `none` for words without stemming; default `english`.
     """
+    if hybrid:
+        of_lists = {"num_lists": num_lists, "num_probes": num_probes, "seed": seed}
+        refuse_given(of_lists, "has no effect on a BM25 index", "leave it out, or build the lists without --hybrid")
+        language = ENGLISH if language is None else language
+        tokenizer(language)
+        folder = VectorFolder.open(vectors)
+        words = index_words(folder, language)
+        print(
+            f"wrote {folder.path / WORDS_FOLDER}: {words.num_texts} documents, {words.num_tokens} tokens of {language}"
+        )
+        return
+    refuse_given({"language": language}, "needs --hybrid", "add it, or leave this out")
     folder = VectorFolder.open(vectors)
-    made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=seed)
+    made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=0 if seed is None else seed)
     print(
         f"wrote {folder.path / INDEX_FILE}: {folder.num_documents} vectors in {made.num_lists} lists, "
         f"{made.num_probes} searched for a query; recall@10 {recall_of(made, folder):.3f}"
@@ -236,6 +309,7 @@ def evaluate(
     context_seed: int = 0,
     *,
     task: TaskOptions,
+    hybrid: HybridOptions,
 ) -> None:
     """Score a model on evaluation folders (`--data`) or mteb tasks (`--tasks`).
 
@@ -253,6 +327,8 @@ def evaluate(
         dimensions: Number of leading dimensions to compare, for a Matryoshka model; several as `[384, 128]`.
         context_size: Number of documents that a contextual model draws as context from each folder's or task's corpus.
         context_seed: Random seed of this draw.
+
+    `--hybrid` scores dense search, BM25 and both on retrieval folders, with the 95 % interval of hybrid - dense.
     """
     if (data is None) == (tasks is None):
         which = "neither" if data is None else "both"
@@ -271,27 +347,35 @@ def evaluate(
         if data == []:
             raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
         refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
+        rule, roots = hybrid.rule(), data if isinstance(data, list) else [data]
         if output is not None:
             require_own_output(output)
         encoder = load()
-        results = evaluate_folders(encoder, data if isinstance(data, list) else [data], **settings)
+        if rule is None:
+            results = evaluate_folders(encoder, roots, **settings)
+            rows, table = [asdict(result) for result in results], format_results(results)
+        else:
+            fused = evaluate_hybrid(encoder, roots, rule, hybrid.chosen_language, **settings)
+            rows, table = [result.row() for result in fused], format_hybrid(fused)
         if output is not None:
             trained = {"trained_widths": list(encoder.embedder.trained_widths)}
-            write_json(output, [{"generator": GENERATOR, **asdict(result), **trained} for result in results])
+            write_json(output, [{"generator": GENERATOR, **row, **trained} for row in rows])
             if output.name == SCORES_FILE:
                 record_files(output.parent, SCORES_FILE)
-        print(format_results(results))
+        print(table)
         return
+    if hybrid.rule() is not None:
+        raise OptionError("hybrid", True, "needs the folders of --data", "leave it out with --tasks")
     if output is None:
         raise OptionError("output", None, "must be the folder for the tasks' results", "give --output FOLDER")
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output}", "is a file", "give a folder")
-    this_task, table = task.resolve(), None if instructions is None else Instructions.read(instructions)
+    this_task, texts = task.resolve(), None if instructions is None else Instructions.read(instructions)
     load_mteb()
     from embeddings.evaluation.air_bench import AirBenchTask, format_domains
     from embeddings.evaluation.task_runs import TaskSettings, find_tasks, format_table, run_tasks
 
-    found, chosen = find_tasks(tasks or []), TaskSettings(instructions=table, **settings)
+    found, chosen = find_tasks(tasks or []), TaskSettings(instructions=texts, **settings)
     scores = run_tasks(load(), model, found, output, chosen, this_task.shards(len(found)))
     print(format_table(scores))
     pairs = [(one, score.scores) for one, score in zip(found, scores, strict=True) if isinstance(one, AirBenchTask)]

@@ -107,6 +107,12 @@ def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (1
     return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
 
 
+def query_ndcg(ranked_QK: Ints, qrels: Qrels, cutoff: int = 10) -> Floats:
+    """nDCG of each query with a judgment, in the order of the queries; its mean is that of `retrieval_metrics`."""
+    counted_Q = np.bincount(qrels.query_J, minlength=qrels.num_queries) > 0
+    return _query_metrics(qrels.gain(ranked_QK)[:, :cutoff], qrels, cutoff)["ndcg"][counted_Q]
+
+
 def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
     """The metrics of each query, (Q,) each; 0 without a relevant document."""
     relevant_QK, rank_K = gain_QK > 0, np.arange(gain_QK.shape[1]) + 1.0

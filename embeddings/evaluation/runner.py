@@ -1,12 +1,13 @@
 """Scores of an encoder on evaluation folders: retrieval and similarity are computed here, the other kinds by mteb."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -124,7 +125,7 @@ def evaluate_widths(
         if context_size is not None:
             context = sample_context(encoder, folder.context_texts, context_size, context_seed)
         if isinstance(folder, RetrievalFolder):
-            query_QD, tiles = _query_and_tiles(encoder, folder, prompt_name, context, name)
+            query_QD, tiles = query_and_tiles(encoder, folder, prompt_name, context, name)
             scored = _score_retrieval(encoder, folder, query_QD, tiles, widths)
         else:
             scored = _score_pairs(encoder, folder, prompt_name, context, name, widths)
@@ -155,27 +156,44 @@ def evaluate_folders(
         require_context_size(encoder, context_size)
     widths = [encoder.embedding_dim] if widths is None else widths
     check_widths(encoder, widths)
+    results: list[EvaluationResult] = []
+    options: Any = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
+    for name, folder in checked_folders(roots, partial(_read, show_progress=encoder.show_progress)):
+        for result in evaluate_widths(encoder, folder, widths, name=name, **options):
+            logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
+            results.append(result)
+    return results
+
+
+def _read(path: Path, show_progress: bool = False) -> EvaluationFolder:
+    data = read_evaluation_folder(path, show_progress)
+    if data.kind not in _OWN_KINDS:
+        load_mteb()
+    return data
+
+
+Folder = TypeVar("Folder", bound=EvaluationFolder)
+
+
+def checked_folders(
+    roots: Iterable[str | PathLike[str]], read: Callable[[Path], Folder]
+) -> Iterator[tuple[str, Folder]]:
+    """The name and data of every evaluation folder at or below `roots`, in order; all are read before the first."""
     folders = [
         ("/".join((Path(root).resolve().name, *path.relative_to(root).parts)), path)
         for root in roots
         for path in find_evaluation_folders(root)
     ]
     # All of them may not fit in memory.
-    kept, num_kept = dict[Path, EvaluationFolder](), 0
+    kept, num_kept = dict[Path, Folder](), 0
     for _, path in folders:
-        data = read_evaluation_folder(path, encoder.show_progress)
-        if data.kind not in _OWN_KINDS:
-            load_mteb()
+        data = read(path)
         num_kept += len(data.context_texts)
         if len(folders) == 1 or num_kept <= _MAX_KEPT:
             kept[path] = data
-    results: list[EvaluationResult] = []
-    options: Any = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
+        del data
     for name, path in folders:
-        for result in evaluate_widths(encoder, kept.pop(path, path), widths, name=name, **options):
-            logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
-            results.append(result)
-    return results
+        yield name, kept.pop(path) if path in kept else read(path)
 
 
 def format_results(results: Sequence[EvaluationResult]) -> str:
@@ -194,7 +212,7 @@ def score_retrieval(
     encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None = None, context: Context | None = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    query_QD, tiles = _query_and_tiles(encoder, folder, prompt_name, context)
+    query_QD, tiles = query_and_tiles(encoder, folder, prompt_name, context)
     document_ND = np.empty((len(folder.documents), encoder.embedding_dim), np.float32)
     [(metrics, counts, _)] = _score_retrieval(
         encoder, folder, query_QD, _copied(tiles, document_ND), [encoder.embedding_dim]
@@ -249,7 +267,7 @@ def _score_pairs(
     return scored
 
 
-def _query_and_tiles(
+def query_and_tiles(
     encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None, context: Context | None, name: str = ""
 ) -> tuple[Vectors, Iterator[Vectors]]:
     """The vectors of the queries, (Q, D), and those of the documents in tiles, which are encoded on demand."""

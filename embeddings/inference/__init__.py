@@ -3,6 +3,7 @@
 from embeddings.inference.bm25 import BM25
 from embeddings.inference.context import choose_context, require_context_size, sample_context
 from embeddings.inference.encoder import Context, Encoder, unit_rows
+from embeddings.inference.hybrid import Fusion, FusionRule, HybridSearch, index_words, open_words
 from embeddings.inference.inspection import (
     ContextualShift,
     ExpertLoads,
@@ -33,7 +34,10 @@ __all__ = [
     "Document",
     "Encoder",
     "ExpertLoads",
+    "Fusion",
+    "FusionRule",
     "Hit",
+    "HybridSearch",
     "LatentWeights",
     "Precision",
     "TokenWeights",
@@ -45,7 +49,9 @@ __all__ = [
     "contextual_shift",
     "encode_corpus",
     "expert_loads",
+    "index_words",
     "latent_weights",
+    "open_words",
     "parse_devices",
     "read_corpus",
     "require_context_size",

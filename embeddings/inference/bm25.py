@@ -1,16 +1,22 @@
 """BM25, the lexical baseline for embedding models, computed by bm25s; PyStemmer stems the words."""
 
+import json
 import re
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
-from itertools import chain
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property, lru_cache
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import Stemmer
 from scipy import sparse
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import check_file, load_array, write_text
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 
@@ -29,6 +35,8 @@ _STEMMER = Stemmer.Stemmer("porter")
 _MAX_SCORES = 1 << 24
 # Words whose tokens are cached, some 20 MB.
 _CACHED_WORDS = 1 << 16
+# The files of an index: the arrays of a sparse matrix, and the tokens of its rows.
+_ARRAYS, _VOCABULARY = ("data", "indices", "indptr"), "vocabulary.json"
 
 
 def word_tokens(text: str) -> list[str]:
@@ -52,6 +60,58 @@ def _stems(word: str) -> list[str]:
     return [_STEMMER.stemWord(token) if len(token) > 2 else token for token in kept]
 
 
+ENGLISH, NO_LANGUAGE = "english", "none"
+# Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese.
+_UNSPACED = re.compile(
+    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+)"
+)
+
+
+@cache
+def tokenizer(language: str = ENGLISH) -> Tokenize:
+    """The function that splits texts of a language into tokens.
+
+    Args:
+        language: `english` for `word_tokens`, which removes stop words and splits identifiers. For another language of
+            PyStemmer, tokens are the stems of lower-case words; for `none`, the words as they are. A word is a sequence
+            of letters, digits and marks of any script. Where a script has no spaces between words, tokens are pairs of
+            adjacent characters.
+
+    Raises:
+        OptionError: If PyStemmer has no such language.
+    """
+    if language == ENGLISH:
+        return word_tokens
+    if language != NO_LANGUAGE and language not in Stemmer.algorithms():
+        known = ", ".join([NO_LANGUAGE, *Stemmer.algorithms()])
+        raise OptionError("language", language, "must be a language that PyStemmer stems, or none", f"known: {known}")
+    stem = str if language == NO_LANGUAGE else Stemmer.Stemmer(language).stemWord
+
+    @lru_cache(_CACHED_WORDS)
+    def tokens_of(word: str) -> list[str]:
+        tokens: list[str] = []
+        # Every second part is a run of an unspaced script.
+        for number, part in enumerate(_UNSPACED.split(word)):
+            if number % 2 and len(part) > 1:
+                tokens += [first + second for first, second in pairwise(part)]
+            elif number % 2:
+                tokens.append(part)
+            else:
+                tokens += [stem(piece) for piece in part.split("_") if piece]
+        return tokens
+
+    find_words = _words_of_any_script().findall
+    return lambda text: list(chain.from_iterable(map(tokens_of, find_words(canonical(text).lower()))))
+
+
+@cache
+def _words_of_any_script() -> re.Pattern[str]:
+    # `\w` lacks marks, such as the vowel signs of Hindi and Thai.
+    characters = map(chr, range(sys.maxunicode + 1))
+    marks = "".join(character for character in characters if unicodedata.category(character)[0] == "M")
+    return re.compile(f"[\\w{marks}]+")
+
+
 class BM25:
     """An index that ranks texts by BM25 as Lucene computes it.
 
@@ -70,10 +130,8 @@ class BM25:
     """
 
     def __init__(
-        self, corpus: Sequence[str], tokenize: Tokenize = word_tokens, k1: float = 1.5, b: float = 0.75
+        self, corpus: Iterable[str], tokenize: Tokenize = word_tokens, k1: float = 1.5, b: float = 0.75
     ) -> None:
-        if not corpus:
-            raise OptionError("corpus", len(corpus), "must have at least one text", "check the corpus file")
         import bm25s
 
         self._tokenize = tokenize
@@ -82,12 +140,56 @@ class BM25:
             [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)]
             for text in progress_bar(None, "indexing words", "text", iterable=corpus)
         ]
+        if not tokens:
+            raise OptionError("corpus", 0, "must have at least one text", "check the corpus file")
         index = bm25s.BM25(method="lucene", k1=k1, b=b)
         if self._vocabulary:
             index.index((tokens, self._vocabulary), create_empty_token=False, show_progress=False)
         scores = index.scores if self._vocabulary else {"data": [], "indices": [], "indptr": [0, 0]}
-        shape = (max(1, len(self._vocabulary)), len(corpus))
+        shape = (max(1, len(self._vocabulary)), len(tokens))
         self._weight_VN = sparse.csr_array((scores["data"], scores["indices"], scores["indptr"]), shape=shape)
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts of the corpus."""
+        return int(self._weight_VN.shape[1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of different tokens in the corpus."""
+        return len(self._vocabulary)
+
+    def write(self, folder: Path) -> None:
+        """Write the index into a folder: the weights of tokens in texts as three arrays, and the vocabulary."""
+        for name in _ARRAYS:
+            np.save(folder / f"{name}.npy", getattr(self._weight_VN, name))
+        write_text(folder / _VOCABULARY, json.dumps([*self._vocabulary]))
+
+    @classmethod
+    def read(cls, folder: Path, num_texts: int, tokenize: Tokenize, hint: str) -> Self:
+        """The index that `write` wrote; its arrays are mapped into memory.
+
+        Args:
+            folder: The folder with the index and a manifest, whose hashes are compared.
+            num_texts: Number of texts of the corpus.
+            tokenize: The function with which the index was built.
+            hint: How to make the index again, for an `InputError` if a file is missing or damaged.
+        """
+        path, index = folder / _VOCABULARY, cls.__new__(cls)
+        check_file(path, hint)
+        try:
+            vocabulary = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            raise InputError(str(path), "is missing or damaged", hint) from None
+        arrays = tuple(load_array(folder / f"{name}.npy", hint, mapped=True) for name in _ARRAYS)
+        index._tokenize, index._vocabulary = tokenize, {token: row for row, token in enumerate(vocabulary)}
+        index._weight_VN = sparse.csr_array(arrays, shape=(max(1, len(vocabulary)), num_texts))
+        return index
+
+    def scores(self, queries: Sequence[str]) -> npt.NDArray[np.float32]:
+        """The scores of all texts for each query, (Q, N) float32."""
+        score_QN: npt.NDArray[np.float32] = (self._counts(queries) @ self._weight_VN).toarray()
+        return score_QN
 
     def search(
         self, queries: Sequence[str], top_k: int, tie_order_N: npt.NDArray[np.int64] | None = None
@@ -99,14 +201,14 @@ class BM25:
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
-        count_QV, num_texts = self._counts(queries), self._weight_VN.shape[1]
+        num_texts = self.num_texts
         k = min(top_k, num_texts)
         index_Qk, score_Qk = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         order_N = np.arange(num_texts) if tie_order_N is None else tie_order_N
         step = max(1, _MAX_SCORES // num_texts)
         for start in range(0, len(queries), step):
             # The search of bm25s does not define the order of equal scores.
-            for row, score_N in enumerate((count_QV[start : start + step] @ self._weight_VN).toarray(), start):
+            for row, score_N in enumerate(self.scores(queries[start : start + step]), start):
                 index_Qk[row] = order_N[np.argsort(-score_N[order_N], kind="stable")[:k]]
                 score_Qk[row] = score_N[index_Qk[row]]
         return index_Qk, score_Qk

@@ -1,6 +1,6 @@
 """Exact search in tiles, by inner product or by signs, and searchable corpora."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -338,6 +338,11 @@ class CorpusSearch:
         nearest: An index of the folder's vectors; None to compare each query with every document.
         rescore_multiplier: For a folder of binary vectors, the number of candidates to rescore per returned document
             (see `search_signs`); None for 4.
+
+    Attributes:
+        folder: The folder of vectors; None for a corpus file.
+        compares_all: Whether every document is scored; not with an index or binary vectors.
+        nearest: Searches the vectors for the best documents.
     """
 
     def __init__(
@@ -350,7 +355,7 @@ class CorpusSearch:
         rescore_multiplier: int | None = None,
     ) -> None:
         self.encoder, self.context = encoder, context
-        self._folder: VectorFolder | None = None
+        self.folder: VectorFolder | None = None
         self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
         require_multiplier(self._rescore_multiplier)
         if nearest is not None:
@@ -358,46 +363,63 @@ class CorpusSearch:
         if Path(corpus).is_dir():
             fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
             check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
-            self._folder = VectorFolder.open(corpus)
-        self._is_binary = self._folder is not None and self._folder.vector_format == "binary"
+            self.folder = VectorFolder.open(corpus)
+        self._is_binary = self.folder is not None and self.folder.vector_format == "binary"
+        self.compares_all = nearest is None and not self._is_binary
         if self._is_binary:
             encoder.embedder.require_directions("corpus", str(corpus), "a search of binary vectors")
         elif rescore_multiplier is not None:
             rule = "has an effect only on a folder of binary vectors"
             raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
-        if self._folder is not None:
-            self.context = self._folder.context()
+        if self.folder is not None:
+            self.context = self.folder.context()
             if context is not None:
-                check_same_context(self._folder.path, self.context, context)
+                check_same_context(self.folder.path, self.context, context)
         else:
             if nearest is not None:
                 raise OptionError("nearest", "an index", "needs an encoded folder", "encode the corpus first")
             self._corpus = list(read_corpus(corpus, show_progress=encoder.show_progress))
             texts = [document.text for document in self._corpus]
             self._vector_ND = encoder.comparable(encoder.encode(texts, None, context, role="document"))
-        self._nearest = nearest or self._compare_all
+        self.nearest: NearestRows = nearest or self._compare_all
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
         """At most `top_k` documents with the largest scores (see `Encoder.similarity`) for each query, best first."""
-        query_QD = self.encoder.comparable(self.encoder.encode(queries, None, self.context, role="query"))
-        best = self._nearest(query_QD, top_k)
+        return self.hits(self.nearest(self.query_vectors(queries), top_k))
+
+    def query_vectors(self, queries: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors of queries whose inner products with those of the documents are the scores, (Q, D) float32."""
+        return self.encoder.comparable(self.encoder.encode(queries, None, self.context, role="query"))
+
+    def tiles(self) -> Iterable[npt.NDArray[np.float32]]:
+        """The vectors of all documents in consecutive arrays, (n, D) float32 (see `query_vectors`)."""
+        if self.folder is None:
+            return [self._vector_ND]
+        return self.folder.tiles() if self.encoder.embedder.compares_lengths else self.folder.directions()
+
+    def texts(self) -> Iterator[str]:
+        """The texts of all documents, in order."""
+        if self.folder is None:
+            return (document.text for document in self._corpus)
+        return self.folder.texts()
+
+    def hits(self, best: TopK) -> list[list[Hit]]:
+        """The documents at some rows, with their scores."""
         return [
             [Hit(id_, score, text) for (id_, text), score in zip(self._documents(rows), scores, strict=False)]
             for rows, scores in zip(best.index_QK.tolist(), best.score_QK.tolist(), strict=True)
         ]
 
     def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
-        if self._folder is not None and self._is_binary:
-            return search_signs(query_QD, self._folder.shards, top_k, self._rescore_multiplier)
-        folder, raw = self._folder, self.encoder.embedder.compares_lengths
-        if folder is None:
-            return search_top_k(query_QD, self._vector_ND, top_k, self.encoder.device)
-        options = {"disable": not self.encoder.show_progress, "unit_scale": True}
-        tiles = folder.tiles() if raw else folder.directions()
-        documents = tracked(tiles, folder.num_documents, "search", "vector", len, **options)
-        return search_top_k(query_QD, documents, top_k, self.encoder.device)
+        if self.folder is not None and self._is_binary:
+            return search_signs(query_QD, self.folder.shards, top_k, self._rescore_multiplier)
+        tiles = self.tiles()
+        if self.folder is not None:
+            options = {"disable": not self.encoder.show_progress, "unit_scale": True}
+            tiles = tracked(tiles, self.folder.num_documents, "search", "vector", len, **options)
+        return search_top_k(query_QD, tiles, top_k, self.encoder.device)
 
     def _documents(self, rows: list[int]) -> list[Document]:
         # An index that found fewer than requested ends its rows with -1.
         rows = [row for row in rows if row >= 0]
-        return [self._corpus[row] for row in rows] if self._folder is None else self._folder.documents(rows)
+        return [self._corpus[row] for row in rows] if self.folder is None else self.folder.documents(rows)

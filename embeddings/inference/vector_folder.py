@@ -315,6 +315,11 @@ class VectorFolder:
         """The context that the vectors were encoded with, if any; queries must be encoded with it too."""
         return Context.read(self.path)
 
+    def texts(self) -> Iterator[str]:
+        """The texts of all documents, in order; one shard of them is in memory."""
+        for shard in range(self.shards.num_shards):
+            yield from (document.text for document in self.documents(self.shards.rows(shard)))
+
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """The documents at some rows; only their shards are read."""
         documents: dict[int, Document] = {}

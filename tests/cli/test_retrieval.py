@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.inference import Encoder
+from embeddings.inference import CorpusSearch, Encoder, HybridSearch
 from embeddings.models import Embedder
+from tests.evaluation.data import write_retrieval, write_similarity
 from tests.evaluation.task_sets import write_sets
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
@@ -319,3 +320,82 @@ def test_a_mistake_is_reported_in_one_line_with_exit_code_2(options, says, model
     (tmp_path / "sets").mkdir()
     (tmp_path / "file").touch()
     assert_refused(capfd, tmp_path, says, main, line(model, "out", *options))
+
+
+def test_hybrid_search_is_the_same_for_a_file_a_folder_and_python(model, tmp_path, capsys):
+    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
+    encode = ["encode", "--model", model, "--input", corpus, "--output", vectors, *FLOAT32]
+    lines_of(capsys, *encode)
+    search = ["search", "--model", model, *FLOAT32, "--top_k", "4", "--hybrid"]
+    query = "the fox and one lazy dog"
+    said = error_of(capsys, *search, "--corpus", vectors, query)
+    assert "there is no BM25 index of these vectors; make it with" in said
+    assert f"index --hybrid --vectors {vectors}" in said
+    (said,) = lines_of(capsys, "index", "--vectors", vectors, "--hybrid")
+    assert said.startswith(f"wrote {vectors}/words: 8 documents, ")
+    assert said.endswith(" tokens of english")
+    # The finished folder is not changed.
+    lines_of(capsys, *encode)
+    python = HybridSearch(CorpusSearch(Encoder.from_pretrained(model, precision="float32"), vectors))
+    expected = [f"{hit.score:.3f}  {hit.document_id}" for hit in python.search([query], 4)[0]]
+    for place in (vectors, corpus):
+        assert lines_of(capsys, *search, "--corpus", place, query)[::2] == expected
+    dense = lines_of(capsys, *search[:-1], "--corpus", vectors, query)[::2]
+    assert [line.split()[1] for line in dense] != [line.split()[1] for line in expected]
+    whole = lines_of(capsys, *search, "--corpus", vectors, "--hybrid-weight", "0", query)[::2]
+    assert [line.split()[1] for line in whole] == [line.split()[1] for line in dense]
+    for options in (["--fusion", "minmax"], ["--fusion", "rrf"], ["--language", "english"]):
+        file, folder = (lines_of(capsys, *search, "--corpus", place, *options, query) for place in (corpus, vectors))
+        assert file == folder
+    lines_of(capsys, "index", "--vectors", vectors, "--num-lists", "2")
+    found = lines_of(capsys, *search, "--corpus", vectors, "--index", "ivf", query)
+    assert found == lines_of(capsys, *search, "--corpus", vectors, "--fusion", "minmax", query)
+    said = error_of(capsys, *search, "--corpus", vectors, "--index", "ivf", "--fusion", "zscore", query)
+    assert "fusion needs the scores of all documents, which an index" in said
+    said = error_of(capsys, *search, "--corpus", vectors, "--language", "german", query)
+    assert "field 'language' is 'english', expected 'german'" in said
+
+
+def test_evaluate_prints_and_writes_three_scores_and_the_interval(model, tmp_path, capsys):
+    folder, output = write_retrieval(tmp_path / "eval"), tmp_path / "scores.json"
+    line = ["evaluate", "--model", model, "--data", str(folder), "--output", str(output), *FLOAT32]
+    lines_of(capsys, *line)
+    (dense,) = json.loads(output.read_text())
+    table = lines_of(capsys, *line, "--hybrid", "--hybrid-weight", "0.3", "--language", "none")
+    (row,) = json.loads(output.read_text())
+    assert {name: row[name] for name in dense if name != "seconds"} == {
+        name: value for name, value in dense.items() if name != "seconds"
+    }
+    hybrid = row["hybrid"]
+    assert (hybrid["fusion"], hybrid["weight"], hybrid["language"]) == ("zscore", 0.3, "none")
+    assert hybrid["bm25"]["ndcg_at_10"] != pytest.approx(row["metrics"]["ndcg_at_10"])
+    gain = hybrid["metrics"]["ndcg_at_10"] - row["metrics"]["ndcg_at_10"]
+    assert hybrid["difference"]["mean"] == pytest.approx(gain)
+    shown = [f"{scores['ndcg_at_10']:.4f}" for scores in (hybrid["bm25"], row["metrics"], hybrid["metrics"])]
+    assert table[1].split()[:4] == ["eval", *shown]
+    assert table[2].startswith("ndcg_at_10; fusion zscore, weight 0.3 of BM25, language none; ")
+
+
+HYBRID_SEARCH = ["search", "--model", "no_model_here", "--corpus", "good.jsonl", "x"]
+HYBRID_EVALUATE = ["evaluate", "--model", "no_model_here", "--hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([*HYBRID_SEARCH, "--hybrid", "--hybrid-weight", "1.5"], "hybrid_weight must be from 0 to 1, got 1.5"),
+        ([*HYBRID_SEARCH, "--hybrid-weight", "0.5"], "hybrid_weight needs --hybrid, got 0.5"),
+        ([*HYBRID_SEARCH, "--fusion", "rrf"], "fusion needs --hybrid"),
+        ([*HYBRID_SEARCH, "--hybrid", "--language", "klingon"], "language must be a language that PyStemmer stems"),
+        ([*HYBRID_EVALUATE, "--tasks", "SciFact", "--output", "out"], "hybrid needs the folders of --data"),
+        ([*HYBRID_EVALUATE, "--data", "good.jsonl", "--fusion", "rrf", "--hybrid-weight", "0"], "hybrid_weight has no"),
+        (["evaluate", "--model", "MODEL", "--hybrid", "--data", "similarity"], "has sts data, not retrieval data"),
+        (["index", "--vectors", "none", "--language", "german"], "language needs --hybrid"),
+        (["index", "--vectors", "none", "--hybrid", "--seed", "1"], "seed has no effect on a BM25 index"),
+        (["index", "--vectors", "none", "--hybrid", "--language", "klingon"], "language must be a language"),
+    ],
+)
+def test_an_impossible_hybrid_search_is_reported_in_one_line(argv, says, model, tmp_path, capsys):
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    write_similarity(tmp_path / "similarity")
+    assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])

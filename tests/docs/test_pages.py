@@ -202,10 +202,10 @@ def test_the_python_of_the_readme_trains_and_searches_and_that_of_the_pages_serv
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.splitlines()[-1] in codes[0]
     serving = [block.text for block in blocks(ROOT / "docs" / "serving.md") if block.language == "python"]
-    assert len(serving) == 2
+    assert len(serving) == 3
     for text in serving:
         exec(compile(text, "docs/serving.md", "exec"), {})
-    assert len(re.findall(r"^-?\d\.\d{3} \d ", capsys.readouterr().out, re.MULTILINE)) == 3
+    assert len(re.findall(r"^-?\d\.\d{3} \d ", capsys.readouterr().out, re.MULTILINE)) == 3 + 3
     shutil.rmtree("checkpoints")
     (rows,) = (block.text for block in blocks(ROOT / "docs" / "getting-started.md") if block.language == "python")
     found: dict[str, EmbeddingDataModule] = {}

@@ -46,6 +46,14 @@ def test_scores_are_laid_out_by_row_and_column(tmp_path, monkeypatch):
     ]
 
 
+def test_scores_may_have_their_intervals(tmp_path, monkeypatch):
+    head = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
+    rows = ['"E1 gain on x, a",0.25,score,-0.125,0.5,nan,none,none,c,1,a,d']
+    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
+    text = '```scores\nclaim: "E1 gain on (?P<row>.+), (?P<column>.+)"\nintervals: true\n```'
+    assert hooks.with_tables(text).splitlines()[2] == "| x | +0.250 (-0.125 to +0.500) |"
+
+
 def test_the_growth_of_an_operation_is_a_row_with_its_newest_values(tmp_path, monkeypatch):
     head = "operation,rows,cpu_seconds,peak_mb,exponent"
     rows = ["sort,10,9,500,nan", "sort,1000,11,510,nan", "sort,1000,21.4,520.6,1.05", "scan,10,8,400,nan"]

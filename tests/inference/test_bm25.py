@@ -8,7 +8,7 @@ import pytest
 from embeddings.common import OptionError
 from embeddings.evaluation import read_retrieval_folder, retrieval_metrics
 from embeddings.inference import bm25
-from embeddings.inference.bm25 import BM25, word_tokens
+from embeddings.inference.bm25 import BM25, tokenizer, word_tokens
 from tests.helpers.refusals import refused
 
 
@@ -106,6 +106,32 @@ def test_coverage_equals_a_loop_and_is_one_for_a_text_within_another(max_scores,
 )
 def test_identifiers_are_split_into_stemmed_words_and_kept(text, tokens):
     assert word_tokens(text) == tokens.split()
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "tokens"),
+    [
+        ("english", "the computedValues", "comput valu computedvalu"),
+        ("german", "Die Häuser_und die HÄUSERN", "die haus und die haus"),
+        ("french", "continuellement continuée", "continuel continu"),
+        ("none", "The Häuser x_1", "the häuser x 1"),
+        # Vowel signs belong to their word.
+        ("none", "हिन्दी में", "हिन्दी में"),
+        ("none", "東京都 と iPhone15を", "東京 京都 と iphone15 を"),
+        ("none", "ภาษา", "ภา าษ ษา"),
+        # A letter and its mark, decomposed.
+        ("none", "Cafe\u0301", "caf\u00e9"),
+        ("none", "...", ""),
+    ],
+)
+def test_other_languages_have_stems_words_or_pairs_of_characters(language, text, tokens):
+    assert tokenizer(language)(text) == tokens.split()
+
+
+def test_an_unknown_language_is_refused():
+    refused(
+        OptionError, "language must be a language that PyStemmer stems, or none, got 'klingon'", tokenizer, "klingon"
+    )
 
 
 def test_an_empty_corpus_and_no_result_are_refused():

@@ -1,0 +1,51 @@
+"""Intervals of differences between two systems that were scored on the same queries."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+NUM_RESAMPLES = 10_000
+# Queries that are drawn at a time.
+_MAX_DRAWN = 1 << 22
+
+
+class Difference(NamedTuple):
+    """A mean difference over queries, and its interval from `low` to `high`."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
+
+
+def paired_bootstrap(
+    score_Q: npt.NDArray[np.float64],
+    baseline_Q: npt.NDArray[np.float64],
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Difference:
+    """The mean of `score_Q` - `baseline_Q` with its percentile interval over resampled queries.
+
+    Each resample draws Q queries with replacement, and takes both scores of a query together.
+
+    Args:
+        score_Q: The scores of a system, one or more queries, (Q,) float64.
+        baseline_Q: The scores of another one on the same queries.
+        num_resamples: Number of resamples.
+        seed: Seed of the draws.
+        confidence: Share of the resampled means that lie within the interval.
+
+    Source: Efron and Tibshirani 1993, section 13.3 (percentile interval).
+    """
+    difference_Q = score_Q - baseline_Q
+    generator, num_queries = np.random.default_rng(seed), len(difference_Q)
+    mean_R, step = np.empty(num_resamples), max(1, _MAX_DRAWN // num_queries)
+    for start in range(0, num_resamples, step):
+        drawn_RQ = generator.integers(num_queries, size=(min(step, num_resamples - start), num_queries))
+        mean_R[start : start + step] = difference_Q[drawn_RQ].mean(axis=1)
+    low, high = np.quantile(mean_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Difference(float(difference_Q.mean()), float(low), float(high))
