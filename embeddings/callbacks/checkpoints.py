@@ -21,6 +21,7 @@ from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
 from embeddings.common.protocols import RunData, run_data
 from embeddings.common.text import LENGTHS
+from embeddings.interop.golden import add_golden
 from embeddings.models import Embedder, LanguageModel
 from embeddings.models.model_card import check_licence, write_model_card
 from embeddings.training.strategy import training_strategy
@@ -270,6 +271,7 @@ class ExportModel(_Export):
         embedder, record, output = embedder_of(module, self), RunRecord.of(trainer), Path(self.output).expanduser()
         embedder.text = self._with_lengths(embedder.text)
         embedder.save_pretrained(folder, card=False)
+        add_golden(folder)
         for logger_of_run in trainer.loggers:
             logger_of_run.save()  # the card shows the validation scores
         facts = record.facts(num_steps) if record else None

@@ -27,6 +27,7 @@ from embeddings.compression import (
 from embeddings.evaluation.folders import RetrievalFolder, read_retrieval_folder
 from embeddings.evaluation.runner import score_retrieval
 from embeddings.figures.run_facts import read_run_record, validation_scores
+from embeddings.interop.golden import add_golden
 from embeddings.interop.released import import_released
 from embeddings.models import load_embedder
 from embeddings.models.gguf import write_gguf
@@ -105,6 +106,7 @@ def export(
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
         if scores is not None:
             shutil.copyfile(scores, new / SCORES_FILE)
+        add_golden(new)
         write_model_card(new, embedder, facts_of_checkpoint(state, run), licence=licence, location=output)
     print(*lines, sep="\n")
 
@@ -265,6 +267,7 @@ def compress(
     lines = write_graphs(staged, output, with_int8=format == "onnx-int8") if format != "torch" else []
     after = None if folder is None else score(str(staged), folder, device)
     scores = {} if before is None or after is None else {"before": before, "after": after}
+    add_golden(staged)
     report = job.publish(staged, {f"nDCG@10 {name}": value for name, value in scores.items()})
     print(compression_table(report, scores, seconds, time.perf_counter() - started))
     print(*lines, f"wrote {output}", sep="\n")

@@ -66,6 +66,7 @@ COMMANDS = {
     "filter": Command("embeddings.cli.mining:filter_records", "remove duplicate and contaminated training records"),
     "synthesize": Command("embeddings.cli.mining:synthesize", "generate training records with a language model"),
     "export": Command("embeddings.cli.export:export", "convert a training checkpoint to a model directory"),
+    "verify": Command("embeddings.cli.verify:verify", "say whether a server or a library computes a model"),
     "push": Command(
         "embeddings.cli.export:push", "upload a model directory to the Hugging Face Hub", ("model", "name")
     ),

@@ -40,6 +40,7 @@ from embeddings.models.model_card import plain, table
 from embeddings.models.model_files import (
     ADAPTER_FOLDER,
     CARD_FILE,
+    GOLDEN_FILE,
     QUANTIZATION,
     is_own_card,
     read_json,
@@ -52,7 +53,7 @@ from embeddings.models.pooling import plain_backbone
 # Files that are not copied from the source: weights and graphs that the compressed model replaces.
 _NOT_COPIED = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.h5", "*.msgpack", "*.ot"),
-    *("onnx", "openvino", ADAPTER_FOLDER, MANIFEST, ".*"),
+    *("onnx", "openvino", ADAPTER_FOLDER, GOLDEN_FILE, MANIFEST, ".*"),
 )
 # Retrains the model of a directory; writes the new directory in the work folder (second argument) and returns it.
 Retrain = Callable[[Path, Path], Path]

@@ -41,6 +41,8 @@ IMPORT_FILE = "import.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 # The output of `evaluate --output` for the model.
 SCORES_FILE = "scores.json"
+# Sixteen texts with the model's vectors, which `verify` compares with those of a server or library.
+GOLDEN_FILE = "golden.json"
 # The LoRA matrices, which are also merged into the model's weights.
 ADAPTER_FOLDER = "adapter"
 # The fields of a config that count layers or experts, and their maximum; the deepest published models have some 100.

@@ -15,6 +15,7 @@ from embeddings.common.io import write_json
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
+from embeddings.interop.golden import add_golden
 from embeddings.interop.released import cde, decoders, nomic
 from embeddings.interop.released.checkpoint import Imported, ReleasedConfig, described_embedder, loaded_model
 from embeddings.models.backbone import load_tokenizer
@@ -64,6 +65,7 @@ def import_released(
     with replaced_folder(target) as new:
         if isinstance(imported.model, Embedder):
             imported.model.save_pretrained(new, card=False)
+            add_golden(new)
             counts = (len(imported.report.used), len(imported.report.left))
             origin = ImportFacts(source, revision, tuple(base), imported.family, imported.used_as, *counts)
             write_model_card(new, imported.model, origin, licence=stated_licence(folder), location=target)
