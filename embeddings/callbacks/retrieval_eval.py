@@ -51,12 +51,15 @@ class RetrievalEvaluation(L.Callback):
         # The first metric by optimiser step.
         self._scores: dict[int, float] = {}
 
+    def check_before_model(self, trainer: L.Trainer) -> None:
+        if self._data is None:
+            self._data = read_retrieval_folder(self.folder)
+
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         encoder = Encoder(embedder_of(module, self))
         if self.context_size:
             require_context_size(encoder, self.context_size)
-        if self._data is None:
-            self._data = read_retrieval_folder(self.folder)
+        self.check_before_model(trainer)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":

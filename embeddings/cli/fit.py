@@ -33,13 +33,21 @@ from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
-from embeddings.cli.trainer import check_checkpoint, check_start, choose_folder, print_to_stderr, set_up_trainer
+from embeddings.cli.trainer import (
+    check_checkpoint,
+    check_start,
+    checks_before_model,
+    choose_folder,
+    print_to_stderr,
+    set_up_trainer,
+)
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
+from embeddings.common.io import METRICS_FILE
 from embeddings.common.progress import reported
 from embeddings.common.text import one_line
-from embeddings.figures.run_facts import metrics_path, read_curves
+from embeddings.figures.run_facts import LOSS, Curves, metrics_path, read_curves
 from embeddings.models.stand_in import architecture, tiny_architecture, write_stand_in
 from embeddings.modules.base import BaseModule
 from embeddings.strategies.ranks import set_up_ranks
@@ -175,15 +183,38 @@ class TrainerCLI(LightningCLI):
         if not hasattr(self, "config_dump"):
             self.config_dump = plain_types(self.parser, self.config)
 
-    def instantiate_classes(self) -> None:
+    def before_instantiate_classes(self) -> None:
         # After Lightning's own instantiators, of which the first match is used.
         self.parser.add_instantiator(made, object)
+        self._dump_config()
+
+    def instantiate_classes(self) -> None:
+        """Make data and trainer, check the run as far as that needs no model, then load the model."""
+        self.make_data_and_trainer()
+        for check in checks_before_model(self.trainer, self.datamodule, self.config.ckpt_path):
+            check()
+        arguments: Any = self.config.model.get("init_args") or {}
+        module_class(self.config).check_arguments(arguments, self.trainer)
+        self.make_model()
+
+    def make_data_and_trainer(self) -> None:
+        self.config_init = self._made_parts(*(name for name in vars(self.config) if name != "model"))
+        self.datamodule = self.config_init.get("data")
+        self.trainer = self.instantiate_trainer()
+
+    def make_model(self) -> None:
+        self.model = self._made_parts("model").model
+
+    def _made_parts(self, *names: str) -> Namespace:
+        """The objects of parts of the config."""
+        parts = Namespace(**{name: self.config[name] for name in names})  # type: ignore[no-untyped-call]
         try:
-            super().instantiate_classes()
+            objects: Namespace = self.parser.instantiate_classes(parts)
         except ValueError as error:
             if UNION_ERROR not in str(error):
                 raise
             raise ConfigError(with_hint(reason(str(error)))) from error
+        return objects
 
     def after_instantiate_classes(self) -> None:
         """Check the run before data is read."""
@@ -312,24 +343,25 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
     model = next((shlex.quote(export.output) for export in exports if isinstance(export, ExportModel)), None)
     checkpoint = next(filter(None, (callback.best_model_path for callback in model_checkpoints(trainer))), None)
-    run = shlex.quote(logger.log_dir)
+    folder, run = Path(logger.log_dir), shlex.quote(logger.log_dir)
+    curves = read_curves(folder) if metrics_path(folder).is_file() else Curves()
     if model is not None:
         following = [f"evaluate --model {model} --data FOLDER", f'search --model {model} --corpus FILE "QUERY"']
     elif exports or checkpoint is None:
-        following = [f"show curves --run {run}", f"report {run}"]
+        # A run shorter than `log_every_n_steps` has no loss to draw.
+        following = [f"show curves --run {run}"] * bool(curves[LOSS][0]) + [f"report {run}"]
     else:
         following = [f"export --checkpoint {shlex.quote(checkpoint)} --output DIR", f"report {run}"]
-    lines = [score_line(each, Path(logger.log_dir)) for each in callbacks if isinstance(each, RetrievalEvaluation)]
-    lines += [f"run: {logger.log_dir} (metrics.csv, run.json, config.yaml)"]
+    lines = [score_line(each, curves) for each in callbacks if isinstance(each, RetrievalEvaluation)]
+    files = [name for name in (METRICS_FILE, "run.json", "config.yaml") if (folder / name).is_file()]
+    lines += [f"run: {logger.log_dir} ({', '.join(files)})"]
     lines += [f"model: {export.output}" for export in exports]
     return [*filter(None, lines), *(f"next: {program()} {words}" for words in following)]
 
 
-def score_line(evaluation: RetrievalEvaluation, run: Path) -> str:
+def score_line(evaluation: RetrievalEvaluation, curves: Curves) -> str:
     """The logged nDCG@10 before training and at its best; empty if either is missing."""
-    curves = read_curves(run) if metrics_path(run).is_file() else {}
-    column = f"{evaluation.name}/ndcg_at_10"
-    scores = dict(zip(*curves[column], strict=True)) if column in curves else {}
+    scores = dict(zip(*curves[f"{evaluation.name}/ndcg_at_10"], strict=True))
     first = scores.pop(0, None)
     if first is None or not scores:
         return ""

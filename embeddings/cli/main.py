@@ -20,6 +20,7 @@ from embeddings.common.process import (
     check_variables,
     handle_preemption,
     ignore_stop_signals,
+    is_first_process,
     limit_kernel_cache,
     log_to_stderr,
     quiet_libraries,
@@ -164,7 +165,9 @@ def dispatch(argv: list[str]) -> None:
     elif name in TRAINER_COMMANDS:
         check_variables()
         with handle_preemption():
-            # Lightning is imported only by the commands that train.
+            if name == "plan" and is_first_process():
+                print("reading the configs", file=sys.stderr)
+            # Lightning is imported, which takes seconds, only by the commands that train.
             target = "plan:plan" if name == "plan" else "plan:check_run" if "--check" in argv else "fit:run_trainer"
             resolve_name(f"embeddings.cli.{target}")(argv)
     else:

@@ -1,13 +1,15 @@
 """`plan` and `fit --check`: what a training run needs and would do, without running it."""
 
 import shutil
+import time
 from argparse import SUPPRESS
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -15,7 +17,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
-from embeddings.callbacks.gradcache import KEPT_FRACTION
+from embeddings.callbacks.gradcache import KEPT_FRACTION, free_memory_bytes
 from embeddings.callbacks.run_record import run_logger
 from embeddings.cli.fit import Changes, Checked, CheckingCLI, TrainerCLI, module_class, run_trainer, use_tiny_model
 from embeddings.cli.trainer import print_to_stderr, start_checks
@@ -43,22 +45,49 @@ GIB, GB = 2**30, 1e9
 GPUS_PER_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
 # The architecture that `fit --check` assumes for a model that is not on this machine and whose architecture is unknown.
 UNKNOWN_MODEL = "answerdotai/ModernBERT-base"
-# Fraction of GPU memory left after CUDA, NCCL and fragmentation.
+# Fraction of GPU memory left after CUDA, NCCL and fragmentation; the same of a CPU's free memory.
 USABLE_FRACTION = 0.9
+# Fractions of a large matrix product's rate that a training step reaches on a CPU. Measured with SmolLM2-135M and LoRA,
+# and with MiniLM: 0.39 to 0.50 in float32 and 0.16 to 0.18 in bfloat16. Other programs may take some of the CPU.
+CPU_SHARES = (0.1, 0.5)
+# Sizes of the timed products; a larger one is timed if the product took less than these seconds.
+_FIRST_SIZE, _LAST_SIZE, _LONG_ENOUGH_SECONDS = 256, 2048, 0.02
 # Bytes per token on disk: exact for packed rows, approximate for English text.
 BYTES_PER_TOKEN = 4
 OPTIONS: dict[str, tuple[type, Any, str]] = {
     "gpus": (int, None, "number of GPUs; default that of the configs"),
-    "gpu": (str, "H100 SXM", "name of the GPU"),
+    "gpu": (
+        str,
+        "H100 SXM",
+        "name of the GPU; this or another option of GPUs plans for GPUs also where there are none",
+    ),
     "gpu_memory_gb": (float, 80.0, "memory per GPU in 10^9 bytes"),
     "peak_tflops": (float, 989.0, "peak dense bfloat16 operations per GPU and second, in 10^12"),
-    "peak_share": (float, 0.4, "fraction of the peak that the run's arithmetic reaches"),
+    "peak_share": (float, 0.4, "fraction of the peak that the run's arithmetic reaches; on a CPU from 0.1 to 0.5"),
     "link_gb": (float, None, "bandwidth per GPU in GB/s; default 450 up to 8 GPUs (NVLink), else 50 (400 Gb/s)"),
     "pairs": (int, None, "training pairs per epoch, or tokens of plain texts"),
     "query_tokens": (int, None, "tokens per query; default the maximum"),
     "document_tokens": (int, None, "tokens per document; default the maximum"),
     "model_config": (str, None, "a config.json to use in place of the backbone's"),
 }
+# A plan with one of these options is for GPUs.
+GPU_OPTIONS = {"gpus", "gpu", "gpu_memory_gb", "peak_tflops", "link_gb"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The processor of each process of a run: a GPU by its options, or a part of this machine's CPU."""
+
+    kind: Literal["GPU", "CPU"]
+    name: str
+    memory: float  # bytes; infinite if unknown
+    rate: float  # peak operations per second
+    shares: tuple[float, ...]  # fractions of the rate that the run reaches: one, or the highest and the lowest
+
+    @property
+    def unit(self) -> str:
+        """What the table's figures are for."""
+        return "GPU" if self.kind == "GPU" else "process"
 
 
 class PlanCLI(CheckingCLI):
@@ -78,13 +107,13 @@ def plan(argv: Sequence[str]) -> None:
 
     The model is built on the meta device, and one step is traced without data.
     """
-    print_to_stderr("reading the configs")
     try:
         run_trainer(["fit", *argv[1:]], PlanCLI)
     except Checked as checked:
         parser, run = checked.args
     else:
         return
+    given = {name for name in OPTIONS if name in run}
     options = {name: run.pop(name, default) for name, (_, default, _) in OPTIONS.items()}
     for name, value in options.items():
         if isinstance(value, int | float) and not 0 < value < float("inf"):
@@ -94,7 +123,10 @@ def plan(argv: Sequence[str]) -> None:
     print_to_stderr("building the model without its weights")
     with TemporaryDirectory() as folder:
         module = build(parser, run, options["model_config"], Path(folder))
-    setting = setting_of(run, options["gpus"], options["gpu_memory_gb"] * GB)
+    setting = setting_of(run, options["gpus"])
+    hardware = hardware_of(run, setting, options, given)
+    memory = hardware.memory if hardware.memory < float("inf") else 0.0
+    setting = replace(setting, device="cuda" if hardware.kind == "GPU" else "cpu", memory=memory)
     backbones = [run.model.init_args.get(name) for name in module_class(run).backbones]
     is_quantised = any(backbone.get("quantization") for backbone in backbones if backbone is not None)
     print_to_stderr("counting the operations of a step")
@@ -102,7 +134,7 @@ def plan(argv: Sequence[str]) -> None:
         lengths = options["query_tokens"], options["document_tokens"]
         texts, loss = module.planned_step(run.data.init_args, setting, *lengths)
     cost = plan_step(module, texts, loss, setting, module.state_per_weight())
-    print("\n".join(lines(module, cost, texts, run, setting, options)))
+    print("\n".join(lines(module, cost, texts, run, setting, options, hardware)))
     if is_quantised:
         print("note: weights in 4 bits are counted in bfloat16")
 
@@ -137,7 +169,47 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
     return module
 
 
-def setting_of(run: Any, gpus: int | None, gpu_bytes: float) -> Setting:
+def hardware_of(run: Any, setting: Setting, options: dict[str, Any], given: Collection[str]) -> Hardware:
+    """The run's hardware: this machine's CPU if the run would use it and no option describes GPUs."""
+    trainer = run.trainer
+    is_small = trainer.num_nodes == 1 and (num_devices(trainer.devices) or 1) == 1
+    without_gpu = trainer.accelerator == "auto" and is_small and not torch.accelerator.is_available()
+    if GPU_OPTIONS.isdisjoint(given) and (trainer.accelerator == "cpu" or without_gpu):
+        shares = (options["peak_share"],) if "peak_share" in given else CPU_SHARES[::-1]
+        return this_cpu(setting, shares)
+    memory, rate = options["gpu_memory_gb"] * GB, options["peak_tflops"] * 1e12
+    return Hardware("GPU", options["gpu"], memory, rate, (options["peak_share"],))
+
+
+def this_cpu(setting: Setting, shares: tuple[float, ...]) -> Hardware:
+    """This machine's CPU with its measured rate and free memory, which the run's processes share."""
+    print_to_stderr("timing a matrix product on this CPU")
+    rate, cores, ranks = product_rate(torch.float32), torch.get_num_threads(), setting.num_ranks
+    measured = f"{rate / 1e9:.0f} GFLOP/s measured in float32"
+    if setting.half_products:
+        rate = product_rate(torch.bfloat16)
+        measured += f" and {rate / 1e9:.0f} in bfloat16"
+    name = f"{cores} core{'s' * (cores > 1)} of this CPU, {measured}"
+    memory = free_memory_bytes(torch.device("cpu")) or float("inf")
+    return Hardware("CPU", name, memory / ranks, rate / ranks, shares)
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """Operations per second of a matrix product on this CPU, timed in less than a second on most."""
+    size = _FIRST_SIZE
+    while True:
+        matrix, seconds = torch.ones(size, size, dtype=dtype), []
+        for _ in range(3):
+            start = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds.append(time.perf_counter() - start)
+        median = sorted(seconds)[1]
+        if median > _LONG_ENOUGH_SECONDS or size == _LAST_SIZE:
+            return 2 * size**3 / median
+        size *= 2
+
+
+def setting_of(run: Any, gpus: int | None) -> Setting:
     """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
     ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
@@ -154,7 +226,6 @@ def setting_of(run: Any, gpus: int | None, gpu_bytes: float) -> Setting:
         mini_batch_texts=options.get("mini_batch_texts"),
         kept_gib=float(kept) if isinstance(kept, int | float) else 0.0,
         kept_share=KEPT_FRACTION if is_auto else 0.0,
-        gpu_bytes=gpu_bytes,
         accumulated=int(trainer.accumulate_grad_batches),
     )
 
@@ -188,49 +259,63 @@ def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | No
 
 
 def lines(
-    module: BaseModule, cost: StepCost, texts: Sequence[Texts], run: Any, setting: Setting, options: dict[str, Any]
+    module: BaseModule,
+    cost: StepCost,
+    texts: Sequence[Texts],
+    run: Any,
+    setting: Setting,
+    options: dict[str, Any],
+    hardware: Hardware,
 ) -> list[str]:
     """The table, and a warning if the run does not fit into memory."""
-    total, gpu_gb = sum(cost.memory.values()) / GB, options["gpu_memory_gb"]
+    total, memory_gb, unit = sum(cost.memory.values()) / GB, hardware.memory / GB, hardware.unit
+    if hardware.kind == "GPU":
+        where = ["GPUs", f"{setting.num_ranks} x {hardware.name}, {setting.strategy}, {run.trainer.precision}"]
+    else:
+        processes = f"{setting.num_ranks} processes on " if setting.num_ranks > 1 else ""
+        where = ["CPU", f"{processes}{hardware.name}; {run.trainer.precision}"]
     towers = ", ".join(f"{text.count:,} {text.name} of {text.tokens}" for text in texts)
     rows: list[list[str]] = [
         ["model", type(module).__name__],
-        ["GPUs", f"{setting.num_ranks} x {options['gpu']}, {setting.strategy}, {run.trainer.precision}"],
+        where,
         ["parameters trained", f"{cost.trained:,}"],
         ["parameters frozen", f"{cost.frozen:,}"],
-        ["batch per GPU", f"{towers} tokens"],
+        [f"batch per {unit}", f"{towers} tokens"],
     ]
     if setting.mini_batch_tokens is not None:
         cached = f"{cost.num_mini_batches} mini-batches, {cost.kept:.0%} of the graphs kept"
         rows.append(["GradCache", cached])
-    rows.append(["memory per GPU at its peak, GB", ""])
+    rows.append([f"memory per {unit} at its peak, GB", ""])
     rows += [[f"  {part}", _amount(size / GB)] for part, size in cost.memory.items() if size]
-    rows.append(["  total", f"{total:.1f} of {gpu_gb:g}"])
-    peak_share = options["peak_share"]
-    seconds = sum(cost.operations.values()) / (options["peak_tflops"] * 1e12 * peak_share)
-    rows += part_rows("operations per GPU and step, 10^12", cost.operations, 1e12)
-    peak = f"{peak_share:g} of {options['peak_tflops']:g} TFLOP/s"
-    rows.append(["arithmetic of a step, seconds", f"{seconds:.3g} at {peak}"])
-    if cost.sent:
+    limit = f"{memory_gb:g}" if hardware.kind == "GPU" else f"{memory_gb:.1f} free"
+    rows.append(["  total", f"{total:.1f} of {limit}" if memory_gb < float("inf") else f"{total:.1f}"])
+    rows += part_rows(f"operations per {unit} and step, 10^12", cost.operations, 1e12)
+    times = [sum(cost.operations.values()) / (hardware.rate * share) for share in hardware.shares]
+    shown = [" to ".join(f"{value:.3g}" for value in values) for values in (times, hardware.shares)]
+    rows.append(["arithmetic of a step, seconds", f"{shown[0]} at {shown[1]} of {hardware.rate / 1e12:.3g} TFLOP/s"])
+    if cost.sent and hardware.kind == "GPU":
+        (peak_share,), (seconds,) = hardware.shares, times
         link_gb = float(options["link_gb"] or (NVLINK_GB if setting.num_ranks <= GPUS_PER_NODE else NETWORK_GB))
         sending = sum(cost.sent.values()) / (link_gb * 1e9)
-        rows += part_rows("sent per GPU and step, GB", cost.sent, GB)
+        rows += part_rows(f"sent per {unit} and step, GB", cost.sent, GB)
         rows.append(["sending it, seconds", f"{sending:.3g} at {link_gb:g} GB/s"])
         # Sending takes place after the arithmetic, or at the same time.
         low, high = (peak_share * seconds / time for time in (seconds + sending, max(seconds, sending)))
         how = f"{high:.2f} if sending overlaps with arithmetic, {low:.2f} if not"
         bottleneck = "arithmetic" if seconds >= sending else "sending"
         rows += [["share of the peak", how], ["limits the step", bottleneck]]
-        seconds = max(seconds, sending)
-    rows += run_rows(module, texts, run, setting, options, seconds, cost)
+        times = [max(seconds, sending)]
+    rows += run_rows(module, texts, run, setting, options, times, cost)
+    if options["pairs"] is not None and isinstance(module, ContrastiveModule) and hardware.kind == "GPU":
+        rows += search_rows(int(options["pairs"]), module.embedder.embedding_dim)
     table = format_table(rows, align="<<")
-    if total <= USABLE_FRACTION * gpu_gb:
+    if total <= USABLE_FRACTION * memory_gb:
         return [table]
-    fix = "lower data.batch_size or GradCache's mini_batch_tokens and kept_gib, or shard with FSDP2 or ZeRO"
+    fix = "lower data.batch_size or GradCache's mini_batch_tokens and kept_gib"
+    fix += ", or shard with FSDP2 or ZeRO" if hardware.kind == "GPU" else ", or close other programs"
     largest = max(cost.memory, key=lambda part: cost.memory[part])
-    what = (
-        f"{total:.1f} GB do not fit: {USABLE_FRACTION:.0%} of {gpu_gb:g} GB are usable; the largest part is {largest}"
-    )
+    what = f"{total:.1f} GB do not fit: {USABLE_FRACTION:.0%} of {memory_gb:.4g} GB are usable"
+    what += f"; the largest part is {largest}"
     return [table, f"warning: {what}; {fix}"]
 
 
@@ -245,10 +330,10 @@ def run_rows(
     run: Any,
     setting: Setting,
     options: dict[str, Any],
-    seconds: float,
+    times: Sequence[float],
     cost: StepCost,
 ) -> list[list[str]]:
-    """Table rows about the run: steps, pairs, tokens, hours and disk."""
+    """Table rows about the run: steps, pairs, tokens, hours and disk; `times` are a step's seconds, or their range."""
     pairs = run.data.init_args.batch_size * setting.num_ranks * setting.accumulated
     # Context documents are documents of the batch.
     rank_tokens = sum(text.count * text.tokens for text in texts if text.name != "context documents")
@@ -259,9 +344,10 @@ def run_rows(
     if steps is None:
         rows.append(["steps", f"not known: {why}"])
     else:
-        hours = steps * seconds / 3600
+        hours = [steps * seconds / 3600 for seconds in times]
         rows += [["steps", f"{steps:,} ({why})"], [f"{unit} in total", f"{steps * pairs:,}"]]
-        rows.append(["hours", f"{_amount(hours)}, {_amount(hours * setting.num_ranks)} GPU hours"])
+        of_gpus = f", {_amount(hours[0] * setting.num_ranks)} GPU hours" if setting.device == "cuda" else ""
+        rows.append(["hours", f"{' to '.join(map(_amount, hours))}{of_gpus}"])
         data = min(steps * pairs, options["pairs"] or steps * pairs) / pairs * tokens * BYTES_PER_TOKEN
         rows.append(["disk: converted data, GB", f"{_amount(data / GB)} at most"])
     weights = {id(weight): weight for weight in module.parameters()}.values()
@@ -271,8 +357,6 @@ def run_rows(
     rows.append(["disk: a checkpoint, GB", _amount((trained_bytes + frozen_bytes) / GB)])
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     rows.append(["disk: the model directory, GB", _amount(size / GB)])
-    if options["pairs"] is not None and isinstance(module, ContrastiveModule):
-        rows += search_rows(int(options["pairs"]), module.embedder.embedding_dim)
     return rows
 
 
@@ -317,7 +401,7 @@ class RunCheck(TrainerCLI):
             self.config.ckpt_path = None
 
     def instantiate_classes(self) -> None:
-        """Make module, data and trainer; without a GPU, weights are not quantised to 4 bits.
+        """Make module, data and trainer, whose checks come later; without a GPU, weights are not quantised to 4 bits.
 
         If the model cannot be loaded, a tiny one takes its place, so that data and callbacks are checked too.
         """
@@ -325,17 +409,22 @@ class RunCheck(TrainerCLI):
         for name in () if torch.cuda.is_available() else module_class(self.config).backbones:
             if arguments.get(name) is not None:
                 arguments[name].quantization = None
+        with TemporaryDirectory() as folder:
+            try:
+                self.make_model()
+            except UserError as error:
+                self.errors.append(error)
+                use_tiny_model(Changes(self.config, ()), Path(folder), unknown=UNKNOWN_MODEL)
+                self._make(self.make_model)
+            self._make(self.make_data_and_trainer)
+
+    def _make(self, make: Callable[[], None]) -> None:
+        """Make a part without which the check cannot go on."""
         try:
-            super().instantiate_classes()
+            make()
         except UserError as error:
             self.errors.append(error)
-            with TemporaryDirectory() as folder:
-                use_tiny_model(Changes(self.config, ()), Path(folder), unknown=UNKNOWN_MODEL)
-                try:
-                    super().instantiate_classes()
-                except UserError as other:
-                    self.errors.append(other)
-                    self._raise_errors()
+            self._raise_errors()
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer; missing devices are replaced by as many processes on the CPU."""

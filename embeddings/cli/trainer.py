@@ -24,7 +24,7 @@ from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoin
 from embeddings.common.errors import shown
 from embeddings.common.io import read_json_or_empty
 from embeddings.common.process import is_first_process, logger, quiet_libraries
-from embeddings.common.protocols import ChecksRun, RunData, as_config
+from embeddings.common.protocols import ChecksBeforeModel, ChecksRun, RunData, as_config
 from embeddings.modules.base import BaseModule
 from embeddings.strategies.ranks import set_up_ranks
 
@@ -165,6 +165,14 @@ def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, dat
     if record is not None:
         record.plain_config = {**run, "ckpt_path": path}
     return path
+
+
+def checks_before_model(trainer: L.Trainer, data: Any, checkpoint: str | None) -> Iterator[Callable[[], None]]:
+    """The checks of a run that need no model."""
+    for part in (data, *trainer.callbacks):  # type: ignore[attr-defined]
+        if isinstance(part, ChecksBeforeModel):
+            yield partial(part.check_before_model, trainer)
+    yield partial(check_plan, data, checkpoint)
 
 
 def start_checks(

@@ -140,6 +140,18 @@ class ChecksRun(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksBeforeModel(Protocol):
+    """A data module or callback with checks that need no model: `fit` makes them before it loads the model.
+
+    Its `check_run` makes them too, for runs that begin in another way.
+    """
+
+    def check_before_model(self, trainer: Any) -> None:
+        """Raises a `UserError` with a hint."""
+        ...
+
+
 # Values that a config contains as they are.
 _PLAIN = (type(None), bool, int, float, str)
 # Packages whose objects store their arguments as attributes.

@@ -338,13 +338,21 @@ class EmbeddingDataModule(PlannedDataModule):
         self.has_scores = None if any(source.conversion == "pairs" for source in sources) else False
         self._mixture: Mixture | None = None
 
-    def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
-        """Check files, plan and prompts as far as possible before sources are read, which may take hours."""
+    def check_before_model(self, trainer: Trainer) -> None:
+        """Check files and surrogate vectors."""
         surrogates = [source.surrogate_vectors for source in self.sources if source.surrogate_vectors is not None]
         run_checks(
             [
                 lambda: check_files(self.sources),
                 *(partial(check_manifest, fill_path(path) / "index", {"kind": "pair_index"}) for path in surrogates),
+            ]
+        )
+
+    def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
+        """Check files, plan and prompts as far as possible before sources are read, which may take hours."""
+        run_checks(
+            [
+                lambda: self.check_before_model(trainer),
                 lambda: self._check_plan_options(trainer, module),
                 lambda: check_prompts(self._tokenizer_for(module), self.sources),
             ]

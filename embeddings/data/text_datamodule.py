@@ -334,13 +334,16 @@ class TextDataModule(PlannedDataModule):
         self._rows: RowMixture | None = None
         self._validation_rows: RowMixture | None = None
 
+    def check_before_model(self, trainer: Trainer) -> None:
+        """Check files and packages."""
+        sources = [*self.sources, *self.validation_sources]
+        run_checks([lambda: check_files(sources), *(source.check for source in sources)])
+
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
         """Check files, packages and plan as far as possible before tokenising, which may take hours."""
-        sources = [*self.sources, *self.validation_sources]
         run_checks(
             [
-                lambda: check_files(sources),
-                *(source.check for source in sources),
+                lambda: self.check_before_model(trainer),
                 lambda: self._check_plan_options(trainer, module),
                 lambda: base_tokenizer(module),
             ]

@@ -13,6 +13,7 @@ from embeddings.common import InputError
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import quiet_transformers
 from embeddings.models.backbone import read_config, text_class
+from embeddings.models.gguf import DECODER_NAME
 from embeddings.models.language_model import AUTO_CLASSES, VOCABULARY_STEP, HeadKind
 from embeddings.models.model_files import PACKAGED_NAME
 
@@ -43,6 +44,9 @@ _BERT = {"model_type": "bert", "vocab_size": 30_522, "max_position_embeddings": 
 _SMALL_DECODER = {"model_type": "mistral", "vocab_size": 30_528, "hidden_size": 256, "intermediate_size": 768}
 _SMALL_DECODER |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None}
 _SMALL_DECODER |= {"max_position_embeddings": 512, "tie_word_embeddings": True}
+_SMOLLM2 = {"model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "num_hidden_layers": 30, "head_dim": 64}
+_SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+_SMOLLM2 |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 _QWEN = {"model_type": "qwen3", "vocab_size": 151_669, "hidden_size": 1024, "num_hidden_layers": 28, "head_dim": 128}
 _QWEN |= {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True}
 _MODERNBERT_LARGE = {"model_type": "modernbert", "hidden_size": 1024, "num_hidden_layers": 28}
@@ -55,6 +59,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-Embedding-0.6B": _QWEN,
     "answerdotai/ModernBERT-base": {"model_type": "modernbert"},
     "answerdotai/ModernBERT-large": _MODERNBERT_LARGE,
+    DECODER_NAME: _SMOLLM2,
     PACKAGED_NAME: _BERT,
     f"sentence-transformers/{PACKAGED_NAME}": _BERT,
     "checkpoints/nv_embed_stage1": {**_MISTRAL, "sliding_window": None},

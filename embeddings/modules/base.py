@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -120,11 +120,20 @@ class BaseModule(KeepsArguments, L.LightningModule):
         names = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
         return dict(as_config(partial(type(optimizer), **{name: optimizer.defaults[name] for name in sorted(names)})))
 
+    @classmethod
+    def check_arguments(cls, arguments: Any, trainer: L.Trainer) -> None:
+        """Check arguments in a config against the trainer before the model is loaded: the schedule."""
+        given, names = arguments.get("schedule"), {field.name for field in fields(Schedule)}
+        # A module that is not ours may have a schedule of another kind.
+        is_ours = given is not None and vars(given).keys() == names
+        if is_ours and _has_known_length(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            Schedule(**vars(given)).check(trainer.max_steps if trainer.max_steps > 0 else None)
+
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check optimiser, schedule, strategy, precision and compiler against the trainer and the data."""
         self._check_trainer(trainer)
         self._make_optimizer()
-        if trainer.max_steps > 0 or trainer.max_epochs == -1:
+        if _has_known_length(trainer):
             self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
 
     def prepare_data(self) -> None:
@@ -312,6 +321,11 @@ class BaseModule(KeepsArguments, L.LightningModule):
         return run_steps(self.trainer, None if data is None else data.batches_per_epoch)
 
 
+def _has_known_length(trainer: L.Trainer) -> bool:
+    """Whether the run's steps, or that they have no limit, are known without the number of rows."""
+    return trainer.max_steps > 0 or trainer.max_epochs == -1
+
+
 class ContrastiveModule(BaseModule):
     """Trains an `Embedder` with a contrastive loss; a method may override `embed` and `loss_from_representations`.
 
@@ -371,8 +385,8 @@ class ContrastiveModule(BaseModule):
         width = sum(self.loss.widths or (self.embedder.embedding_dim,))
         gathers = self.batch_needs.gathers_candidates
         columns = documents * (setting.num_ranks if gathers else 1)
-        # The plan is for GPUs, also if it is made on a CPU.
-        tile = scores_at_once(self.loss.tile_size, "cuda")
+        # The plan may be for a GPU that this machine lacks.
+        tile = scores_at_once(self.loss.tile_size, setting.device)
         return texts, LossSize(queries, columns, width, tile, queries + documents, columns if gathers else 0)
 
     @property

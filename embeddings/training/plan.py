@@ -84,8 +84,9 @@ class Setting:
     mini_batch_tokens: int | None = None  # GradCache's limit; None without GradCache
     mini_batch_texts: int | None = None
     kept_gib: float = 0.0  # GradCache's memory for kept graphs
-    kept_share: float = 0.0  # the same as a fraction of the memory that is free after a step, of a GPU with `gpu_bytes`
-    gpu_bytes: float = 0.0
+    kept_share: float = 0.0  # the same as a fraction of the part of `memory` that is free after a step
+    memory: float = 0.0  # bytes for a process, on its GPU
+    device: Literal["cuda", "cpu"] = "cuda"
     accumulated: int = 1  # batches per optimiser step
 
 
@@ -146,7 +147,7 @@ def plan_step(
     memory = _state_bytes(module, setting, state_per_weight)
     kept = 1.0
     if setting.mini_batch_tokens is not None:
-        free = max(0.0, setting.gpu_bytes - sum(memory.values()))
+        free = max(0.0, setting.memory - sum(memory.values()))
         budget = setting.kept_gib * 2**30 + setting.kept_share * free
         # The last graph is kept even without a budget.
         kept = min(1.0, max(budget / all_graphs, 1 / num_mini_batches)) if all_graphs else 1.0

@@ -1,6 +1,7 @@
 """`fit`: merging of configs, output, warnings held back until training starts, and stand-ins."""
 
 import logging
+import shlex
 import warnings
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, held_messages, run_trainer
 from embeddings.cli.main import main
+from embeddings.common.own_folder import record_all
 from tests.helpers.refusals import assert_refused, refused
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, run_config, write_config
 
 OFF = {"in_batch_negatives": False}
 
@@ -78,6 +80,44 @@ def test_arguments_are_checked_without_a_run(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def occupied(folder):
+    """A folder with the model of another run."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    record_all(folder / "model")
+    return str(folder / "model")
+
+
+BEFORE_THE_MODEL = {
+    "warm-up": (
+        lambda run, _: run["model"]["init_args"]["schedule"].update(warmup_steps=9),
+        "the run's 4 optimiser steps",
+    ),
+    "decay": (lambda run, _: run["trainer"].update(max_steps=-1, max_epochs=-1), "must be known to decay"),
+    "output": (
+        lambda run, folder: run["trainer"]["callbacks"].append(component("ExportModel", output=occupied(folder))),
+        "must not contain a model of another run",
+    ),
+    "folder": (
+        lambda run, _: run["trainer"]["callbacks"].append(component("RetrievalEvaluation", folder="no_folder")),
+        "no_folder: is not a folder",
+    ),
+    "file": (lambda run, _: run["data"]["init_args"]["sources"][0].update(path="no.jsonl"), "no.jsonl: no such file"),
+    "batch size": (lambda run, _: run["data"]["init_args"].update(batch_size=0), "data.batch_size must be >= 1"),
+    "trainer": (lambda run, _: run["trainer"].update(gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_MODEL)
+def test_what_needs_no_model_is_refused_before_it_is_loaded(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("embeddings.models.backbone.load_backbone", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("embeddings.modules.base.load_backbone", lambda *_, **__: pytest.fail("the model is loaded"))
+    change, says = BEFORE_THE_MODEL[name]
+    config = run_config(tmp_path)
+    change(config, tmp_path)
+    assert_refused(capsys, tmp_path, says, main, ["fit", "--config", write_config(tmp_path, config)])
+
+
 def with_callbacks(tmp_path, *callbacks):
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [{"class_path": path, "init_args": options} for path, options in callbacks]
@@ -96,6 +136,17 @@ def test_fit_prints_paths_and_the_next_two_commands_at_the_end(tmp_path, capsys)
         f'next: python main.py search --model {model} --corpus FILE "QUERY"',
     ]
     assert f"model directory: {model}" in written.err.splitlines()
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")  # Lightning's advice
+@pytest.mark.parametrize(("interval", "commands"), [(1, ["show", "report"]), (50, ["report"])])
+def test_each_suggested_command_works_also_after_a_run_too_short_to_have_logged(interval, commands, tmp_path, capsys):
+    options = [f"--trainer.log_every_n_steps={interval}", "--trainer.enable_checkpointing=false"]
+    assert main([*with_callbacks(tmp_path), *options]) == 0
+    following = [shlex.split(line)[3:] for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    assert [words[0] for words in following] == commands
+    for words in following:
+        assert main(words) == 0
 
 
 def test_early_stopping_on_an_unknown_metric_is_reported_in_one_line(tmp_path, capsys):

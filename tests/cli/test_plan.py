@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from embeddings.cli import fit
+from embeddings.cli import plan as plan_module
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.parser import read_recipes
@@ -20,11 +22,17 @@ RECIPES = read_recipes()
 QUICK = ["small_decoder_mntp"]
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+H100 = "--gpu=H100 SXM"
+# What `planned` read.
+TABLES: list[str] = []
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str, hardware: str = H100) -> dict[str, str]:
     """The rows of a plan's table by name, and the warning."""
     capsys.readouterr()
-    assert main(["plan", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert main(["plan", *([hardware] if hardware else []), *words]) == 0
+    TABLES.append(capsys.readouterr().out)
+    lines = TABLES[-1].splitlines()
     rows = [re.split(r" {2,}|: (?=\d+\.\d GB do)", line.strip(), maxsplit=1) for line in lines]
     return {row[0]: row[-1] for row in rows}
 
@@ -95,6 +103,80 @@ def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
         assert memory == f"{clusters} centroids; {vectors} GB of vectors are in main memory"
     assert 12.8e9 / 2**30 < sizes[0] <= 16
     assert sizes[1] < 4
+
+
+@pytest.mark.parametrize(("accelerator", "precision"), [("cpu", "32-true"), ("auto", "bf16-mixed")])
+def test_a_run_on_this_cpu_is_planned_by_its_measured_rate_and_free_memory(
+    accelerator: str,
+    precision: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(plan_module, "free_memory_bytes", lambda device: 3 * 10**9)
+    rates = {torch.float32: 40e9, torch.bfloat16: 90e9}
+    monkeypatch.setattr(plan_module, "product_rate", rates.__getitem__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    config = ["--config", small(tmp_path, accelerator=accelerator, precision=precision)]
+    table = planned(capsys, *config, "--pairs=100", hardware="")
+    is_half = precision != "32-true"
+    measured = "40 GFLOP/s measured in float32" + " and 90 in bfloat16" * is_half
+    assert table["CPU"] == f"2 cores of this CPU, {measured}; {precision}"
+    assert re.search(r"memory per process at its peak.*\n(  .*\n)*  total +0\.0 of 3\.0 free\n", TABLES[-1])
+    assert not [name for name in table if "GPU" in name]
+    gpu = planned(capsys, *config)
+    # Equal but for the rate: the operations are those of a GPU.
+    peak = 0.4 * 989e12 / (rates[torch.bfloat16 if is_half else torch.float32])
+    seconds = [float(value) for value in re.findall(r"([\d.e-]+) (?:to|at) ", table["arithmetic of a step, seconds"])][
+        :2
+    ]
+    on_gpu = float(gpu["arithmetic of a step, seconds"].split()[0])
+    assert seconds == pytest.approx([on_gpu * peak / 0.5, on_gpu * peak / 0.1], rel=0.02)
+    hours = [float(value) for value in table["hours"].split(" to ")]
+    assert hours == pytest.approx([4 * value / 3600 for value in seconds], rel=0.06)
+    one = planned(capsys, *config, "--peak-share=0.25", hardware="")
+    assert one["arithmetic of a step, seconds"].endswith(f" at 0.25 of {0.09 if is_half else 0.04} TFLOP/s")
+    # With more devices the run is of another machine, and an option of GPUs is for them.
+    elsewhere = planned(capsys, *config, "--trainer.accelerator=auto", "--trainer.devices=2", hardware="")
+    assert elsewhere["GPUs"].startswith("2 x H100 SXM, ddp, ")
+    assert planned(capsys, *config, hardware="--gpus=1")["GPUs"].startswith("1 x H100 SXM, single, ")
+
+
+def test_plan_warns_if_a_run_does_not_fit_into_the_free_memory_of_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "product_rate", lambda dtype: 1e9)
+    monkeypatch.setattr(plan_module, "free_memory_bytes", lambda device: 2 * 10**6)
+    both = ["--config", small(tmp_path), "--trainer.devices=2"]
+    table = planned(capsys, *both, hardware="")
+    assert table["CPU"].startswith("2 processes on ")
+    # Two processes share the memory and the rate.
+    assert table["arithmetic of a step, seconds"].endswith(" of 0.0005 TFLOP/s")
+    warning = next(value for name, value in table.items() if name.startswith("warning"))
+    assert "do not fit: 90% of 0.001 GB are usable" in warning
+    assert warning.endswith("kept_gib, or close other programs")
+
+
+def test_the_rate_of_products_is_that_of_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 9.0, 10.0, 10.001, 11.0, 11.002, 20.0, 29.0, 30.0, 30.03, 40.0, 40.05])
+    monkeypatch.setattr(plan_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    # At size 256 the median is 2 ms, too short; at 512 it is 50 ms.
+    assert plan_module.product_rate(torch.float32) == pytest.approx(2 * 512**3 / 0.05)
+
+
+def test_the_first_line_of_plan_comes_before_its_imports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = []
+
+    def load(target: str) -> Any:
+        before.append((target, capsys.readouterr().err))
+        return lambda argv: None
+
+    monkeypatch.setattr("embeddings.cli.main.resolve_name", load)
+    assert main(["plan"]) == 0
+    assert before == [("embeddings.cli.plan:plan", "reading the configs\n")]
 
 
 def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,8 +11,8 @@ from pkgutil import resolve_name
 import pytest
 
 from embeddings.cli import main as command_line
-from embeddings.cli.fit import TrainerCLI, check_arguments, run_trainer
-from embeddings.cli.plan import OPTIONS
+from embeddings.cli.fit import Checked, CheckingCLI, TrainerCLI, run_trainer
+from embeddings.cli.plan import OPTIONS, PlanCLI
 from embeddings.data import EmbeddingDataModule
 from tests.docs.pages import (
     LINK,
@@ -117,7 +118,8 @@ def test_a_training_command_parses(page, words, tmp_path, monkeypatch):
         known = " ".join(row[0] for row in hooks.option_rows(hooks.fit_parser())) + " model. data. trainer.callbacks"
         assert [name for name in names if name.replace("_", "-") not in known and name not in known] == []
     elif names and not {"help", "model.help", "data.sources.help"} & names:
-        check_arguments(words)
+        with suppress(Checked):
+            run_trainer(["fit", *words[1:]], PlanCLI if words[0] == "plan" else CheckingCLI)
 
 
 @pytest.mark.parametrize(

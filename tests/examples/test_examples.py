@@ -173,8 +173,8 @@ def test_experts_begin_as_the_dense_encoder(world: Path, printed: Printed) -> No
 
 @pytest.mark.parametrize("decoder", ["decoder", "decoder_without_eos"])
 def test_lora_trains_few_weights_and_leaves_a_plain_model(decoder: str, world: Path, printed: Printed) -> None:
-    options = {"output": "model", "steps": 2, "batch_size": 8}
-    run("lora_decoder", world / decoder, world / "pairs.jsonl", world / "validation", **options)
+    options = {"model": str(world / decoder), "output": "model", "steps": 2, "batch_size": 8}
+    run("lora_decoder", world / "pairs.jsonl", world / "validation", **options)
     ((trained, total),) = printed(r"^([\d,]+) of ([\d,]+) parameters are trained$")
     assert 0 < int(trained.replace(",", "")) < int(total.replace(",", "")) / 2
     assert len(printed(r"^nDCG@10 before [01]\.\d{3}, after [01]\.\d{3}$")) == 1

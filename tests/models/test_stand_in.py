@@ -11,10 +11,12 @@ from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 from embeddings.models.stand_in import ARCHITECTURES, architecture, tiny_architecture, write_stand_in
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
-# Parameters of the published models without a head: from Mistral's card, XLM-R's and NomicBERT's tables, and MiniLM's.
+# Parameters of the published models without a head: from Mistral's card, XLM-R's and NomicBERT's tables, MiniLM's and
+# SmolLM2's.
 SIZES = {
     "mistralai/Mistral-7B-v0.1": 7_110_660_096,
     "all-MiniLM-L6-v2": 22_565_376,
+    "SmolLM2-135M": 134_515_008,
     "checkpoints/nomic-bert-2048": 136_731_648,
     "Qwen/Qwen3-Embedding-0.6B": 595_776_512,
     "answerdotai/ModernBERT-base": 149_014_272,
