@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from enum import Enum
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -189,6 +190,10 @@ def write_none_on_exception(trainer: L.Trainer) -> None:
 
 def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+# A default may be an enum, such as the interval of Lightning's `Timer`, which YAML does not have.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:

@@ -340,6 +340,7 @@ def test_unit_length_is_a_difference_only_where_scores_depend_on_lengths(tmp_pat
         assert line.startswith("different: normalisation: the vectors have unit length") == (code == 1)
 
 
+@pytest.mark.usefixtures("remote_code")
 def test_a_library_is_asked_without_a_server(encoder, causal_decoder, tmp_path, capsys):
     for model in (encoder, causal_decoder):
         code, line = verify(capsys, model.folder)
