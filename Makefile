@@ -10,8 +10,8 @@ DOCS_STAMP = $(VENV)/.installed-docs
 # none are imported, are compiled when they are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 UNCOMPILED = /tests?/|/transformers/models/|/(fontTools|mypy|networkx|openai|pip|pygments|sqlalchemy)/
-# Number of test processes; each uses one thread.
-JOBS ?= 2
+# Number of test processes; each uses one thread. Three keep two cores busy while some tests wait.
+JOBS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: quickstart test test-all test-gpu slurm-test lint docs bench bench-tiny canary wheel clean
