@@ -446,6 +446,7 @@ def draw(path: Path) -> None:
         for row in csv.DictReader(file):
             newest[row["operation"], int(row["rows"])] = float(row["cpu_seconds"])
     figure, axes = plt.subplots(figsize=(10, 7))
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").resampled(20)(range(20)))
     for name in OPERATIONS:
         points = sorted((size, seconds) for (operation, size), seconds in newest.items() if operation == name)
         if points:
