@@ -201,13 +201,18 @@ def convert(
         keep_head: Whether to copy the language-model head, which the adaptation needs.
     """
     if source.endswith(".gguf"):
-        rule = "has no effect on a GGUF file, whose model keeps its positions"
-        refuse_given({"num_positions": None if num_positions == 2048 else num_positions}, rule)
-        refuse_given({"rope_theta": None if rope_theta == 10_000.0 else rope_theta}, rule)
-        if not Path(source).is_file():
+        given = {
+            "num_positions": (num_positions, 2048),
+            "rope_theta": (rope_theta, 1e4),
+            "keep_head": (keep_head, True),
+        }
+        changed = {name: value for name, (value, default) in given.items() if value != default}
+        refuse_given(changed, "has no effect on a GGUF file, whose model is not changed")
+        file = Path(source).expanduser()
+        if not file.is_file():
             raise InputError(source, "no such file", "check the path")
         with replaced_folder(output) as new:
-            model = write_gguf(Path(source).expanduser(), new)
+            model = write_gguf(file, new)
         print(f"wrote {output}: {model.num_parameters():,} parameters of {type(model).__name__} in bfloat16")
         return
     rotary = write_rotary_model(source, output, num_positions, rope_theta, keep_head)

@@ -23,7 +23,7 @@ from embeddings.common.text import TextRole, one_line
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import Encoder, Vectors, unit_rows
 from embeddings.models.bidirectional import is_causal
-from embeddings.models.model_files import GOLDEN_FILE, folder_checksum, read_json
+from embeddings.models.model_files import GOLDEN_FILE, folder_checksum, num_weights, read_json
 from embeddings.models.pooling import plain_backbone
 from embeddings.models.poolings import pooling_name
 
@@ -136,13 +136,11 @@ def write_golden(folder: Path, device: str | None = None) -> Golden:
 def add_golden(folder: Path) -> None:
     """Add golden vectors to a directory that was just written; a large model, or a failure, is only logged."""
     try:
-        encoder = Encoder.from_pretrained(str(folder), device="cpu", precision="float32")
-        text, weights = encoder.embedder.text, sum(weight.numel() for weight in encoder.embedder.parameters())
-        num_tokens = 4 * min(max(text.query_max_length, text.document_max_length), LONGEST)
-        if weights * num_tokens > _MAX_PRODUCTS:
+        # Before the model is loaded: a large one may not fit into memory beside the one in training.
+        if num_weights(folder) * 4 * LONGEST > _MAX_PRODUCTS:
             logger.info("%s is not written, since the model is large; verify --write writes it", GOLDEN_FILE)
             return
-        _save(compute_golden(encoder, folder), folder)
+        write_golden(folder, "cpu")
     # The model itself is complete, whatever went wrong here.
     except Exception as error:
         reason = one_line(f"{type(error).__name__}: {error}", 200)

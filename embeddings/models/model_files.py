@@ -5,6 +5,7 @@ Compressed weights have the layout of compressed-tensors: `NAME.weight` in an 8-
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,6 +108,16 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
         module.load_state_dict(state, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise InputError(str(file), f"cannot be loaded: {one_line(str(error), 160)}", _TAKE_ANOTHER) from error
+
+
+def num_weights(folder: Path) -> int:
+    """The number of a folder's weights, by the headers of its files."""
+    total = 0
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - not a mapping
+            total += sum(map(math.prod, shapes))
+    return total
 
 
 def folder_checksum(folder: Path) -> str:

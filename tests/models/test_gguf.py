@@ -120,6 +120,7 @@ def test_a_converted_file_equals_the_model_that_was_written(tmp_path, capsys):
     ("options", "says"),
     [
         (["--num-positions", "512"], "num_positions has no effect on a GGUF file"),
+        (["--no-keep-head"], "keep_head has no effect on a GGUF file"),
         ([], "tiny.gguf: cannot be read as GGUF"),
     ],
 )
