@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
@@ -273,7 +274,7 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
 
     Source: Halko, Martinsson & Tropp 2011, arXiv:0909.4061, Algorithms 4.4 and 5.1, as scikit-learn's `TruncatedSVD`.
     """
-    from scipy.linalg import lu, qr, svd
+    from scipy.linalg import lu
 
     sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
     # The end costs as much as five rounds.
@@ -283,26 +284,29 @@ def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float6
             bar.update(0.5)
             sides, _ = lu(weights @ axes, permute_l=True)
             bar.update(0.5)
-        axes, _ = qr(weights.T @ sides, mode="economic", overwrite_a=True)
+        axes = _orthonormal(weights.T @ sides)
         del sides
         bar.update(2.5)
-        rotation, *_ = svd((weights @ axes).T, full_matrices=False, overwrite_a=True)
+        *_, rotation = torch.linalg.svd(torch.from_numpy(weights @ axes), full_matrices=False)
         bar.update(2.5)
-    axes = (axes @ rotation)[:, :num_axes]
+    axes = (axes @ rotation.numpy().T)[:, :num_axes]
     largest = np.abs(axes).argmax(axis=0)
     return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
 
 
 def _extended_axes(weights: Any, axes: NDArray[np.float64]) -> NDArray[np.float64]:
     """The axes of some rows of a matrix after a round over all rows, so that no word of the others is lost."""
-    from scipy.linalg import qr
-
     extended = np.zeros_like(axes)
     for start in range(0, weights.shape[0], _BLOCK):
         block = weights[start : start + _BLOCK]
         extended += block.T @ (block @ axes)
-    orthonormal, _ = qr(extended, mode="economic", overwrite_a=True)
-    return np.asarray(orthonormal)
+    return _orthonormal(extended)
+
+
+def _orthonormal(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """An orthonormal basis of the columns; by torch, because scipy would stop the thread that prints progress."""
+    basis: NDArray[np.float64] = torch.linalg.qr(torch.from_numpy(columns))[0].numpy()
+    return basis
 
 
 def _bm25_weights(counts: Any, learned: dict[str, NDArray[Any]]) -> Any:

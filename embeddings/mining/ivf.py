@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import (
@@ -112,32 +114,38 @@ class _Lists:
         used = [(number, size) for number, size in enumerate(self._size_C.tolist()) if size]
         self._row_N: Rows = np.concatenate([swig_view(lists.get_ids(number), size) for number, size in used])
         bytes_of = {number: swig_view(lists.get_codes(number), 4 * part.d * size) for number, size in used}
-        self._vectors = {number: codes.view(np.float32).reshape(-1, part.d) for number, codes in bytes_of.items()}
+        self._vectors = {
+            number: torch.from_numpy(codes.view(np.float32).reshape(-1, part.d)) for number, codes in bytes_of.items()
+        }
 
     def best(self, query_QD: Floats, list_QP: Rows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and rows of each query's best documents in its lists, (Q, K); the score of missing ones is -inf."""
+        num_queries, num_probes = list_QP.shape
         end_QP = self._size_C[list_QP].cumsum(axis=1)
         start_QP = end_QP - self._size_C[list_QP]
-        score_QW = np.full((len(query_QD), max(1, int(end_QP[:, -1].max()))), -np.inf, np.float32)
-        # All pairs of a query and a list, by list.
+        num_scores = max(1, int(end_QP[:, -1].max()))
+        score_QW = np.full((num_queries, num_scores), -np.inf, np.float32)
+        # All pairs of a query and a list, by list; the scores of a pair start at its place.
         order_n = np.argsort(list_QP, axis=None, kind="stable")
-        query_n, list_n, start_n = order_n // list_QP.shape[1], list_QP.ravel()[order_n], start_QP.ravel()[order_n]
-        for pairs in np.split(np.arange(len(order_n)), np.flatnonzero(np.diff(list_n)) + 1):
-            vector_nD = self._vectors.get(int(list_n[pairs[0]]))
-            if vector_nD is None:
-                continue
-            product_qn = query_QD[query_n[pairs]] @ vector_nD.T
-            for query, start, score_n in zip(query_n[pairs], start_n[pairs], product_qn, strict=True):
-                score_QW[query, start : start + len(score_n)] = score_n
-        score_QK, column_QK = torch.from_numpy(score_QW).topk(min(top_k, score_QW.shape[1]))
+        query_n, list_n = order_n // num_probes, list_QP.ravel()[order_n]
+        place_n, query_nD = query_n * num_scores + start_QP.ravel()[order_n], torch.from_numpy(query_QD[query_n])
+        bounds = [*np.flatnonzero(np.diff(list_n, prepend=-1)).tolist(), len(list_n)]
+        for start, stop in pairwise(bounds):
+            vector_nD = self._vectors.get(int(list_n[start]))
+            if vector_nD is not None:
+                # torch is faster than numpy at products of a few rows.
+                product_qn = query_nD[start:stop] @ vector_nD.T
+                places = sliding_window_view(score_QW.reshape(-1), len(vector_nD), writeable=True)
+                places[place_n[start:stop]] = product_qn.numpy()
+        top_k = min(top_k, num_scores)
+        column_QK = np.argpartition(score_QW, num_scores - top_k, axis=1)[:, num_scores - top_k :]
         # The list of a column is the first that ends behind it.
-        probe_QK = (column_QK.numpy()[:, :, None] >= end_QP[:, None, :]).sum(axis=2)
-        probe_QK = np.minimum(probe_QK, list_QP.shape[1] - 1)
+        probe_QK = (column_QK[:, :, None] >= end_QP[:, None, :]).sum(axis=2)
+        probe_QK = np.minimum(probe_QK, num_probes - 1)
         first_QP = self._start_C[list_QP] - start_QP
-        row_QK = self._row_N[
-            np.minimum(np.take_along_axis(first_QP, probe_QK, axis=1) + column_QK.numpy(), len(self._row_N) - 1)
-        ]
-        return score_QK, torch.from_numpy(row_QK)
+        row_QK = np.take_along_axis(first_QP, probe_QK, axis=1) + column_QK
+        score_QK = np.take_along_axis(score_QW, column_QK, axis=1)
+        return torch.from_numpy(score_QK), torch.from_numpy(self._row_N[np.minimum(row_QK, len(self._row_N) - 1)])
 
 
 def _found(score_QK: Floats, row_QK: Rows) -> tuple[torch.Tensor, torch.Tensor]:
