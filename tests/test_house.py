@@ -70,6 +70,9 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "faiss": "faiss-cpu",
     "Stemmer": "pystemmer",
+    "markdown_it": "markdown-it-py",
+    "charset_normalizer": "charset-normalizer",
+    "docx": "python-docx",
     "sentence_transformers": "sentence-transformers",
 }
 # torch with CUDA installs triton; megablocks conflicts with our torch (see pyproject.toml).

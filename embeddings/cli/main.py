@@ -53,6 +53,7 @@ COMMANDS = {
         "embeddings.cli.quickstart:docstrings", "make a training corpus of installed packages"
     ),
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "train, evaluate and search in minutes"),
+    "passages": Command("embeddings.cli.passages:passages", "cut documents into passages", ("documents",)),
     "encode": Command("embeddings.cli.retrieval:encode", "encode the texts of a file into a folder of vectors"),
     "index": Command("embeddings.cli.retrieval:index", "build an index of encoded vectors, for faster search"),
     "search": Command(
@@ -97,8 +98,8 @@ COMMANDS = {
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"prepare", "encode", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
 # Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
-LONG_COMMANDS = RESUMING | {"quickstart", "index", "evaluate", "export", "push", "import", "convert", "report", "show"}
-LONG_COMMANDS -= {"sweep"}
+LONG_COMMANDS = RESUMING | {"quickstart", "passages", "index", "evaluate", "export", "push", "import", "convert"}
+LONG_COMMANDS = (LONG_COMMANDS | {"report", "show"}) - {"sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",

@@ -1,0 +1,380 @@
+"""From documents to a file of passages, without repeated paragraphs and near copies, and a list of what is left out."""
+
+import json
+import posixpath
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.parse import unquote
+
+import numpy as np
+
+from embeddings.adaptation.documents import FoundFile, LeftOut, check_columns, find_files, read_file
+from embeddings.adaptation.markup import Block, Document, Link
+from embeddings.adaptation.passages import Passage, Splitter
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import (
+    atomic_path,
+    check_file_manifest,
+    file_sha256,
+    require_regular,
+    scratch_folder,
+    text_hash,
+    write_file_manifest,
+)
+from embeddings.common.jobs import discard_on_user_error, manifest_path
+from embeddings.common.progress import progress_bar
+from embeddings.common.text import shorten
+from embeddings.data.near_duplicates import NearDuplicates
+
+KIND = {"kind": "passages"}
+# Near copies are alike but for a word or two in a hundred: more may be what a reader searches for.
+DEFAULT_SIMILARITY = 0.9
+# A paragraph is boilerplate if it is in this share of the documents, in at least and at most so many.
+_REPEATED_SHARE, _LEAST_REPEATED, _MOST_REPEATED = 0.05, 4, 20
+# Letters of documents that are split at once.
+_BATCH_LETTERS = 1 << 20
+# Passages whose signatures are computed at once.
+_SIGNED_AT_ONCE = 512
+# A longer mean word shows that most texts have no spaces between words.
+_LONGEST_MEAN_WORD = 12
+_NUM_EXAMPLES, _NUM_REPEATED_EXAMPLES = 6, 3
+# Causes that are usual in a folder, and therefore only counted.
+_USUAL = (
+    "empty",
+    "hidden file",
+    "folder of generated or hidden files",
+    "binary",
+    "kind of file that is not read",
+    "minified",
+)
+
+
+@dataclass
+class PassageReport:
+    """What became passages and what did not.
+
+    Attributes:
+        output: The file of passages.
+        log: The file that lists everything that was left out.
+        num_files: Files that were found.
+        num_documents: Documents with text.
+        num_passages: Passages that were written.
+        left_out: The number of files, folders and rows that were left out, by cause.
+        examples: The first files that could not be read although their kind is one that is read.
+        num_examples: The number of such files.
+        num_repeated: Occurrences of paragraphs that many documents repeat, without the first.
+        repeated: The most frequent of these paragraphs, with their number of documents.
+        num_copies: Passages that nearly equal an earlier one.
+        tokens: The least, median and largest number of tokens of a passage.
+    """
+
+    output: Path
+    log: Path
+    num_files: int = 0
+    num_documents: int = 0
+    num_passages: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    examples: list[LeftOut] = field(default_factory=list)
+    num_examples: int = 0
+    num_repeated: int = 0
+    repeated: list[tuple[str, int]] = field(default_factory=list)
+    num_copies: int = 0
+    tokens: tuple[int, int, int] = (0, 0, 0)
+
+
+def log_path(output: Path) -> Path:
+    return output.with_suffix(".log.jsonl")
+
+
+def write_passages(
+    documents: Path,
+    output: Path,
+    splitter: Splitter,
+    *,
+    columns: Mapping[str, str] | None = None,
+    near_duplicates: float | None = DEFAULT_SIMILARITY,
+) -> PassageReport:
+    """Write the passages of a folder of documents, or of one file, as JSON lines.
+
+    A line has `_id`, `title`, `text`, `file`, `position` (in the document's text), `document` (the file, or a row's
+    id), and `links` to other files as `[[text, file], ...]` if there are any. What is left out is listed in
+    `NAME.log.jsonl`. The same documents give the same bytes. The file appears when it is complete.
+
+    Args:
+        documents: A folder, which is searched for files, or a file.
+        output: The `.jsonl` file to write; one of an earlier run is replaced.
+        splitter: Cuts documents into passages.
+        columns: Column names of `text`, `title` or `_id` of tables, if they differ.
+        near_duplicates: Minimum similarity of near copies, of which the first is retained; None to retain all.
+
+    Returns:
+        PassageReport: What was read, left out and written.
+
+    Raises:
+        InputError: If there is no text, or `output` is a file that this library did not write.
+    """
+    if output.suffix != ".jsonl":
+        raise OptionError("output", str(output), "must end in .jsonl", "name a file such as passages.jsonl")
+    names = check_columns(columns)
+    if near_duplicates is not None:
+        NearDuplicates(near_duplicates)
+    require_own_passages(output)
+    own = (output, log_path(output), manifest_path(output))
+    files, skipped = find_files(documents, own)
+    with discard_on_user_error(output), scratch_folder(output) as folder, ExitStack() as stack:
+        log = _Log(stack.enter_context(open(folder / "log", "w", encoding="utf-8")))
+        for left_out in skipped:
+            log.add(left_out)
+        work = _Work(folder, PassageReport(output, log_path(output), len(files)), log)
+        work.read(files, names)
+        if not work.report.num_documents:
+            raise _no_text(documents, log.report_to(work.report))
+        work.split(splitter, near_duplicates)
+        if not work.token_counts:
+            raise _no_text(documents, log.report_to(work.report))
+        is_copy_N = work.copies()
+        with atomic_path(output) as temporary:
+            work.write(temporary, is_copy_N, {file.name for file in files})
+            log.report_to(work.report)
+            fields = {
+                "documents": str(documents),
+                "max_tokens": splitter.max_tokens,
+                "near_duplicates": near_duplicates,
+            }
+            counts = {"num_documents": work.report.num_documents, "num_passages": work.report.num_passages}
+            counts |= {"num_repeated": work.report.num_repeated, "num_copies": work.report.num_copies}
+            facts = {"left_out": work.report.left_out, "output_sha256": file_sha256(temporary)}
+            log.file.flush()
+            with atomic_path(work.report.log) as listing:
+                listing.write_bytes((folder / "log").read_bytes())
+            write_file_manifest(manifest_path(output), {**KIND, **fields, **counts, **facts})
+    return work.report
+
+
+def require_own_passages(output: Path) -> None:
+    """Refuse to replace files that `write_passages` did not write, or that were changed since."""
+    paths = (output, log_path(output), manifest_path(output))
+    for path in paths:
+        require_regular(path)
+    present = [path for path in paths if path.exists()]
+    if not present:
+        return
+    if not manifest_path(output).exists():
+        raise InputError(str(present[0]), "already exists and has no manifest", "name a new file")
+    manifest = check_file_manifest(manifest_path(output), KIND)
+    if output.exists() and file_sha256(output) != manifest["output_sha256"]:
+        raise InputError(str(output), "is not the file that its manifest describes", "delete it, or name a new file")
+
+
+def _no_text(documents: Path, report: PassageReport) -> InputError:
+    causes = ", ".join(f"{count} {cause}" for cause, count in report.left_out.most_common(6))
+    if not report.num_files and not causes:
+        return InputError(str(documents), "is an empty folder", "give a folder of documents, or a file")
+    hint = "give documents such as Markdown, HTML, text, code, JSON lines or CSV"
+    if report.num_examples == 1:
+        (example,) = report.examples
+        causes = f"{example.file}: {example.cause}{f' ({example.detail})' if example.detail else ''}"
+    return InputError(str(documents), f"contains no text that can be read ({causes or 'only repeated text'})", hint)
+
+
+class _Log:
+    """The list of what was left out, and its counts."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self._counts = Counter[str]()
+        self._examples: list[LeftOut] = []
+        self._num_examples = 0
+
+    def add(self, left_out: LeftOut) -> None:
+        self.line(**{name: value for name, value in left_out._asdict().items() if value})
+        self._counts[left_out.cause] += 1
+        if not left_out.cause.startswith(_USUAL):
+            self._num_examples += 1
+            if len(self._examples) < _NUM_EXAMPLES:
+                self._examples.append(left_out)
+
+    def line(self, **fields: Any) -> None:
+        self.file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+
+    def report_to(self, report: PassageReport) -> PassageReport:
+        report.left_out, report.examples, report.num_examples = self._counts, self._examples, self._num_examples
+        return report
+
+
+class _Work:
+    """The steps from files to passages, with what is between them in a temporary folder."""
+
+    def __init__(self, folder: Path, report: PassageReport, log: _Log) -> None:
+        self.report, self._log = report, log
+        self._documents, self._passages = folder / "documents", folder / "passages"
+        # The hash of each paragraph of each document, and the letters and words of a sample of the texts.
+        self._hashes = array("q")
+        self._num_letters, self._num_words, self._total_letters = 0, 1, 0
+        self._offsets, self.token_counts = array("q"), array("i")
+        self._rule: NearDuplicates | None = None
+        self._signatures: list[Any] = []
+
+    def read(self, files: Sequence[FoundFile], columns: Mapping[str, str]) -> None:
+        """Convert all files, and count their paragraphs."""
+        total = sum(file.num_bytes for file in files)
+        with (
+            open(self._documents, "w", encoding="utf-8") as stored,
+            progress_bar(total, "reading documents", "B", unit_scale=True) as bar,
+        ):
+            for file in files:
+                with bar.item(file.num_bytes):
+                    for read in read_file(file, columns):
+                        if isinstance(read, LeftOut):
+                            self._log.add(read)
+                            continue
+                        document = read.document
+                        self._hashes.extend(set(_hashes(document)))
+                        self._total_letters += len(document.text)
+                        words = re.findall(r"\w+", document.text[:2000])
+                        self._num_letters += sum(map(len, words))
+                        self._num_words += len(words)
+                        stored.write(json.dumps([read.file, read.name, *document]) + "\n")
+                        self.report.num_documents += 1
+
+    def split(self, splitter: Splitter, near_duplicates: float | None) -> None:
+        """Cut the documents into passages, without the paragraphs that many documents repeat."""
+        if near_duplicates is not None:
+            is_long = self._num_letters > _LONGEST_MEAN_WORD * self._num_words
+            self._rule = NearDuplicates(near_duplicates, shingle="character" if is_long else "word")
+        hash_U, count_U = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
+        limit = max(_LEAST_REPEATED, min(_MOST_REPEATED, _REPEATED_SHARE * self.report.num_documents))
+        repeated = dict(zip(hash_U[count_U >= limit].tolist(), count_U[count_U >= limit].tolist(), strict=True))
+        # The first document retains a repeated paragraph.
+        seen: dict[int, str] = {}
+        with (
+            open(self._passages, "wb") as stored,
+            progress_bar(self._total_letters, "cutting passages", "letter", unit_scale=True) as bar,
+        ):
+            for batch in self._batches():
+                documents = [self._without_repeated(document, repeated, seen) for _, _, document in batch]
+                items: list[tuple[str]] = []
+                for (file, name, _), passages in zip(batch, splitter.split(documents), strict=True):
+                    items += map(_item, passages)
+                    for passage in passages:
+                        self._offsets.append(stored.tell())
+                        self.token_counts.append(passage.num_tokens)
+                        stored.write(json.dumps([file, name, *passage]).encode() + b"\n")
+                if self._rule is not None:
+                    blocks = (items[row : row + _SIGNED_AT_ONCE] for row in range(0, len(items), _SIGNED_AT_ONCE))
+                    self._signatures += map(self._rule.signatures, blocks)
+                bar.update(sum(len(document.text) for document in documents))
+        for key, text in seen.items():
+            self._log.line(cause="repeated paragraph", documents=repeated[key], text=text)
+        frequent = sorted(seen, key=lambda key: -repeated[key])[:_NUM_REPEATED_EXAMPLES]
+        self.report.repeated = [(seen[key], repeated[key]) for key in frequent]
+
+    def _batches(self) -> Iterator[list[tuple[str, str, Document]]]:
+        batch: list[tuple[str, str, Document]] = []
+        num_letters = 0
+        with open(self._documents, encoding="utf-8") as stored:
+            for line in stored:
+                file, name, text, blocks, separator = json.loads(line)
+                spans = [
+                    Block(start, end, kind, tuple(trail), _links(links)) for start, end, kind, trail, links in blocks
+                ]
+                batch.append((file, name, Document(text, spans, separator)))
+                num_letters += len(text)
+                if num_letters >= _BATCH_LETTERS:
+                    yield batch
+                    batch, num_letters = [], 0
+        if batch:
+            yield batch
+
+    def _without_repeated(self, document: Document, repeated: Mapping[int, int], seen: dict[int, str]) -> Document:
+        hashes = _hashes(document)
+        if not any(key in repeated for key in hashes):
+            return document
+        kept, own = [], set[int]()
+        keys = iter(hashes)
+        for block in document.blocks:
+            key = None if block.kind == "heading" else next(keys)
+            if key in repeated and key in seen and key not in own:
+                self.report.num_repeated += 1
+                continue
+            if key is not None and key in repeated:
+                seen[key] = shorten(document.text[block.start : block.end], 200)
+                own.add(key)
+            kept.append(block)
+        return document._replace(blocks=kept)
+
+    def copies(self) -> Any:
+        """For each passage, whether it is a near copy of an earlier one."""
+        if self._rule is None:
+            return np.zeros(len(self._offsets), np.bool_)
+        with open(self._passages, "rb") as stored:
+
+            def items(rows: Sequence[int]) -> list[tuple[str]]:
+                found = []
+                for row in rows:
+                    stored.seek(self._offsets[row])
+                    found.append(_item(_passage(stored.readline())[2]))
+                return found
+
+            return self._rule.mark_copies(np.concatenate(self._signatures), items)
+
+    def write(self, path: Path, is_copy_N: Any, files: set[str]) -> None:
+        """Write the passages that are no copies, with their ids."""
+        with open(self._passages, "rb") as stored, open(path, "w", encoding="utf-8") as output:
+            for line, is_copy in zip(stored, is_copy_N.tolist(), strict=True):
+                file, name, passage = _passage(line)
+                if is_copy:
+                    self._log.line(
+                        file=file, cause="near copy", position=passage.position, text=shorten(passage.text, 80)
+                    )
+                    continue
+                record: dict[str, Any] = {
+                    "_id": f"p{self.report.num_passages:06d}",
+                    "title": passage.title,
+                    "text": passage.text,
+                }
+                record |= {"file": file, "position": passage.position, "document": name}
+                targets = [[text, target] for text, target in _targets(passage.links, file) if target in files]
+                record |= {"links": targets} if targets else {}
+                output.write(json.dumps(record, ensure_ascii=False) + "\n")
+                self.report.num_passages += 1
+        self.report.num_copies = int(is_copy_N.sum())
+        count_N = np.frombuffer(self.token_counts, np.int32)[~is_copy_N]
+        self.report.tokens = (int(count_N.min()), int(np.median(count_N)), int(count_N.max()))
+
+
+def _hashes(document: Document) -> list[int]:
+    """The hash of each paragraph but for case and spaces; none of a document of one paragraph."""
+    blocks = [block for block in document.blocks if block.kind != "heading"]
+    if len(blocks) < 2:
+        return []
+    return [text_hash(" ".join(document.text[block.start : block.end].casefold().split())) for block in blocks]
+
+
+def _item(passage: Passage) -> tuple[str]:
+    return (f"{passage.title} {passage.text}",)
+
+
+def _passage(line: bytes) -> tuple[str, str, Passage]:
+    file, name, title, text, position, num_tokens, links = json.loads(line)
+    return file, name, Passage(title, text, position, num_tokens, _links(links))
+
+
+def _links(pairs: Sequence[Sequence[str]]) -> tuple[Link, ...]:
+    return tuple((text, target) for text, target in pairs)
+
+
+def _targets(links: Sequence[Link], file: str) -> Iterator[Link]:
+    """Links with their targets as paths in the folder; those of the same file and of the web are left out."""
+    for text, target in links:
+        path = unquote(target.partition("#")[0].partition("?")[0])
+        if text and path and not re.match(r"[\w+.-]+:|//", path):
+            place = path.lstrip("/") if path.startswith("/") else posixpath.join(posixpath.dirname(file), path)
+            if posixpath.normpath(place) != file:
+                yield text, posixpath.normpath(place)

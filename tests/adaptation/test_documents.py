@@ -1,0 +1,286 @@
+"""Files as documents: what is found in a folder, encodings, kinds of files, and files that cannot be read."""
+
+import json
+import os
+import zipfile
+from io import BytesIO
+
+import pytest
+
+from embeddings.adaptation import documents
+from embeddings.adaptation.documents import FoundFile, LeftOut, Read, check_columns, decode, find_files, read_file
+from embeddings.common.errors import InputError, OptionError
+from tests.data.rows import write_jsonl, write_rows
+from tests.helpers.refusals import refused
+
+
+def read(path, columns=None):
+    return list(read_file(FoundFile(path.name, path, path.stat().st_size), columns or {}))
+
+
+def text_of(path):
+    (found,) = read(path)
+    assert isinstance(found, Read), found
+    return found.document.text
+
+
+def cause_of(path):
+    (found,) = read(path)
+    assert isinstance(found, LeftOut), found
+    return found.cause
+
+
+def test_files_are_found_in_order_and_junk_is_counted(tmp_path):
+    for name in ("b/z.md", "b/a.md", "a.txt", ".git/config", "b/node_modules/x.js", ".env", "c.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    (tmp_path / "lost.md").symlink_to(tmp_path / "nowhere.md")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.md")
+    found, left_out = find_files(tmp_path, [tmp_path / "c.jsonl"])
+    assert [file.name for file in found] == ["a.txt", "b/a.md", "b/z.md"]
+    assert {(each.file, each.cause) for each in left_out} == {
+        (".env", "hidden file"),
+        (".git", "folder of generated or hidden files"),
+        ("b/node_modules", "folder of generated or hidden files"),
+        ("loop", "link to a folder"),
+        ("lost.md", "not a file"),
+        ("pipe.md", "not a file"),
+    }
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    refused(InputError, "nowhere: does not exist", find_files, tmp_path / "nowhere")
+
+
+GERMAN = "Die Straße führt über den Fluß nach Köln. Für größere Mengen gelten höhere Gebühren.\n"
+RUSSIAN = "Индекс строится по векторам документов. Запрос кодируется той же моделью.\n"
+JAPANESE = "索引は文書のベクトルから作られる。検索は同じモデルで符号化する。\n"
+HEBREW = "האינדקס נבנה מהווקטורים של המסמכים.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        *((text, encoding) for text in (GERMAN, RUSSIAN, HEBREW) for encoding in ("utf-8", "utf-8-sig", "utf-16")),
+        (GERMAN, "latin-1"),
+        (GERMAN, "utf-16-le"),
+        (GERMAN, "utf-32"),
+        (RUSSIAN, "cp1251"),
+        (RUSSIAN, "koi8-r"),
+        (JAPANESE, "shift_jis"),
+        ("Les documents sont encodés ; où est passé l'élève ? Ça dépend du café.\n", "cp1252"),
+        ("索引由文档的向量构建。查询用同一个模型编码。\n", "gb18030"),
+        ("색인은 문서 벡터로 만들어진다. 질의는 같은 모델로 부호화된다.\n", "cp949"),
+    ],
+)
+def test_encodings_are_recognised(text, encoding):
+    assert decode(text.encode(encoding)) == text
+    assert decode((20 * text).replace("\n", "\r\n").encode(encoding)) == 20 * text
+
+
+def test_a_damaged_byte_does_not_change_the_encoding_of_utf8():
+    data = bytearray((RUSSIAN * 5).encode())
+    data[100] = 0xFF
+    assert decode(bytes(data)).count("\ufffd") in (1, 2)
+    assert decode(bytes(data)).endswith("моделью.\n")
+
+
+def test_a_declared_encoding_is_used():
+    text = '<meta charset="iso-8859-2"><p>Żółć gęślą jaźń</p>'
+    assert decode(text.encode("iso-8859-2")) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "cause"),
+    [
+        ("image.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256)) * 9, "binary"),
+        ("program", b"\x7fELF\2\1\1\0" + b"\0" * 99, "binary"),
+        ("noise.md", bytes(range(1, 256)) * 40, "binary"),
+        ("nothing.md", b"", "empty"),
+        ("blank.txt", b" \n\n ", "empty"),
+        ("only.md", b"# A heading\n", "without text"),
+        ("data.json", b"{}", "kind of file that is not read (.json)"),
+        ("app.min.js", b"function(){return 1};" * 400, "minified or generated code"),
+        ("broken.epub", b"PK\3\4 not a zip", "damaged"),
+        ("broken.ipynb", b'{"cells": 3}', "damaged"),
+        ("table.parquet", b"text", "damaged"),
+        ("empty.csv", b"", "damaged"),
+    ],
+)
+def test_files_without_text_have_a_cause(tmp_path, name, data, cause):
+    (tmp_path / name).write_bytes(data)
+    assert cause_of(tmp_path / name).startswith(cause)
+
+
+def test_a_large_file_is_left_out_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_FILE_BYTES", 1 << 20)
+    (tmp_path / "large.txt").write_text("word " * (1 << 18))
+    assert cause_of(tmp_path / "large.txt") == "larger than 1 MiB"
+
+
+def test_a_file_without_permission_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a.md").write_text("text")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    (found,) = read(tmp_path / "a.md")
+    assert found == LeftOut("a.md", "cannot be opened", "Permission denied")
+
+
+def test_text_in_files_of_unknown_kind_is_read(tmp_path):
+    for name in ("README", "notes.xyz", "a.md.bak"):
+        (tmp_path / name).write_text("some words")
+        assert text_of(tmp_path / name) == "some words"
+
+
+ROWS = [
+    {"_id": "x", "title": "First  title", "text": "one\r\ntwo"},
+    {"id": 7, "text": "three"},
+    {"title": "no text", "text": None},
+    {"text": "four"},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+def test_rows_of_tables_are_documents(tmp_path, name):
+    write_rows(tmp_path / name, [{"_id": None, "id": None, "title": None, **row} for row in ROWS])
+    *found, left_out = read(tmp_path / name)
+    texts = [(each.document.text, *(block.trail for block in each.document.blocks)) for each in found]
+    assert texts == [("one\ntwo", ("First title",)), ("three", ()), ("four", ())]
+    assert left_out == LeftOut(name, "rows without text", "1 of 4 rows")
+    assert [each.name for each in found] == ["x", "7", f"{name}#4"]
+
+
+def test_columns_of_a_csv_are_named(tmp_path):
+    (tmp_path / "faq.csv").write_text('nr;question;answer\n1;"What?";"This; that"\n', encoding="utf-8")
+    (found,) = read(tmp_path / "faq.csv", {"_id": "nr", "title": "question", "text": "answer"})
+    assert (found.name, found.document.text, found.document.blocks[0].trail) == ("1", "This; that", ("What?",))
+    (left_out,) = read(tmp_path / "faq.csv")
+    assert left_out.cause == "without a column 'text'"
+    assert "found: nr, question, answer; name it with --columns" in left_out.detail
+    refused(OptionError, "columns must map _id, title or text", check_columns, {"body": "x"})
+
+
+def test_a_damaged_row_ends_a_table_but_not_what_was_read(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": f"text {row}"} for row in range(3)])
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write('{"text": "cut o')
+    *found, left_out = read(tmp_path / "rows.jsonl")
+    assert [each.document.text for each in found] == ["text 0", "text 1", "text 2"]
+    assert left_out.cause == "damaged"
+    assert "rows.jsonl:4: the file ends in the middle of this row" in left_out.detail
+    assert left_out.detail.endswith("rows from here on are left out")
+
+
+def test_a_notebook_is_its_markdown_and_code(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["# Plot\n", "\n", "A *curve*."]},
+        {"cell_type": "code", "source": ["x = 1\n", "# no heading"], "outputs": [{"text": "secret"}]},
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert text_of(tmp_path / "a.ipynb") == "Plot\n\nA curve.\n\nx = 1\n# no heading"
+
+
+def test_an_epub_is_its_chapters_in_order(tmp_path):
+    with zipfile.ZipFile(tmp_path / "book.epub", "w") as book:
+        book.writestr(
+            "META-INF/container.xml",
+            '<container xmlns="urn:c"><rootfiles><rootfile full-path="text/book.opf"/></rootfiles></container>',
+        )
+        book.writestr(
+            "text/book.opf",
+            '<package xmlns="urn:p"><manifest><item id="b" href="two.xhtml"/><item id="a" href="ch%201.xhtml"/>'
+            '</manifest><spine><itemref idref="a"/><itemref idref="b"/></spine></package>',
+        )
+        book.writestr("text/two.xhtml", "<h1>Two</h1><p>second</p>")
+        book.writestr("text/ch 1.xhtml", "<h1>One</h1><p>first</p>")
+    assert text_of(tmp_path / "book.epub") == "One\n\nfirst\n\nTwo\n\nsecond"
+
+
+def test_a_missing_library_is_named_for_its_files(tmp_path, monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("importlib.import_module", absent)
+    for name, library in (("a.pdf", "pypdf"), ("a.docx", "docx")):
+        (tmp_path / name).write_bytes(b"%PDF")
+        (left_out,) = read(tmp_path / name)
+        assert left_out.cause == f".{name[2:]} needs an optional library"
+        assert f"{library} is not installed; run: pip install -e '.[documents]'" in left_out.detail
+
+
+def pdf_of(pages):
+    """A PDF of lines of text."""
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>"]
+    kids = " ".join(f"{4 + 2 * page} 0 R" for page in range(len(pages)))
+    objects.append(f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode())
+    objects.append(b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
+    for number, lines in enumerate(pages):
+        drawn = " ".join(f"({line}) Tj 0 -14 Td" for line in lines)
+        content = f"BT /F1 12 Tf 50 700 Td {drawn} ET".encode()
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /Contents {5 + 2 * number} 0 R /MediaBox [0 0 600 800]"
+            " /Resources << /Font << /F1 3 0 R >> >> >>".encode()
+        )
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content))
+    data, places = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(data))
+        data += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    size = len(objects) + 1
+    return data + b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (
+        size,
+        table,
+        size,
+        len(data),
+    )
+
+
+def test_a_pdf_becomes_paragraphs_without_page_headers(tmp_path):
+    pytest.importorskip("pypdf")
+    pages = [
+        [
+            "Annual report",
+            f"{name} begins with a line of usual length and a hyphen-",
+            "ated word that the next line of the page completes.",
+            "It ends here.",
+            f"A second paragraph starts on the page of {name} and is continued",
+            f"Page {page} of 4",
+        ]
+        for page, name in enumerate(("Alpha", "Beta", "Gamma", "Delta"), 1)
+    ]
+    (tmp_path / "a.pdf").write_bytes(pdf_of(pages))
+    text = text_of(tmp_path / "a.pdf")
+    assert text.startswith(
+        "Alpha begins with a line of usual length and a hyphenated word that the next line of the page completes."
+        " It ends here.\n\nA second paragraph starts on the page of Alpha and is continued Beta begins"
+    )
+    assert "Annual report" not in text
+    assert "Page" not in text
+    (tmp_path / "empty.pdf").write_bytes(pdf_of([[]]))
+    assert cause_of(tmp_path / "empty.pdf") == "without text"
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 broken")
+    assert cause_of(tmp_path / "broken.pdf") == "damaged"
+
+
+def test_a_word_document_becomes_blocks(tmp_path):
+    docx = pytest.importorskip("docx")
+    written = docx.Document()
+    written.add_heading("Manual", 0)
+    written.add_heading("Install", 1)
+    written.add_paragraph("Run it.")
+    written.add_paragraph("one", style="List Bullet")
+    written.add_paragraph("two", style="List Bullet")
+    table = written.add_table(rows=1, cols=2)
+    table.rows[0].cells[0].text, table.rows[0].cells[1].text = "a", "b"
+    stored = BytesIO()
+    written.save(stored)
+    (tmp_path / "a.docx").write_bytes(stored.getvalue())
+    (found,) = read(tmp_path / "a.docx")
+    assert found.document.text == "Manual\n\nInstall\n\nRun it.\n\n- one\n- two\n\na | b"
+    assert {block.trail for block in found.document.blocks if block.kind != "heading"} == {("Manual", "Install")}
