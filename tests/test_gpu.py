@@ -15,7 +15,7 @@ from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.training.gradcache import GradCache
 from tests.compression.models import build
 from tests.compression.test_layerwise import Pruned, some_tokens
-from tests.helpers.contrastive import TinyStep, gradient_vector, random_batch
+from tests.helpers.contrastive import TinyStep, gradient_vector, random_batch, relative_error
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 from tests.helpers.waits import declared
 from tests.models.test_unpadded import BACKBONES, embedder_of, texts
@@ -50,6 +50,20 @@ def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient(
             assert cosine > 0.99
             compared += 1
     assert compared > 5
+
+
+def test_info_nce_multiplies_in_bfloat16_under_autocast_with_the_gradient_of_float64():
+    batch, generator = random_batch(300, 2).to("cuda"), torch.Generator().manual_seed(1)
+    counts, results = (len(batch.query), len(batch.candidate)), []
+    drawn = [torch.randn(count, 768, generator=generator).to("cuda") for count in counts]
+    for dtype, half in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        vectors = [side.to(dtype).requires_grad_() for side in drawn]
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = InfoNCE(0.05).to(dtype)(*vectors, batch).loss
+        results.append(torch.autograd.grad(loss, vectors))
+    for expected, single, rounded in zip(*results, strict=True):
+        assert relative_error(single, expected) < 1e-4
+        assert 2e-5 < relative_error(rounded, expected) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["nv-embed", "mgh", "moe"])

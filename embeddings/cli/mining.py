@@ -38,7 +38,7 @@ from embeddings.mining import (
     mine_negatives,
 )
 from embeddings.mining.clusters import Bm25Features, VectorFeatures, check_svd_dim
-from embeddings.mining.faiss_library import load_faiss
+from embeddings.mining.faiss_library import check_gpu
 from embeddings.mining.negatives import TextQrels
 from embeddings.synthesis import (
     METHODS,
@@ -196,7 +196,7 @@ def cluster(
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
     if features == "bm25" and (model is not None or encoding.vectors is not None):
         raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
-    load_faiss(settings.gpu)
+    check_gpu(settings.library)
     config = records.source()
     source = open_cached(config)
     row_name = partial(record_place, config, source)

@@ -34,6 +34,7 @@ from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.clusters import CLUSTER_SIZE
 from embeddings.mining.negatives import NegativeRules
 from embeddings.mining.search import MEMORY_GIB, search_sizes
+from embeddings.mining.torch_kmeans import CENTROID_BYTES
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
@@ -367,7 +368,9 @@ def search_rows(num_pairs: int, width: int) -> list[list[str]]:
     vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
     how = "fit on the GPU" if sizes.is_resident else "are streamed through the GPU"
     clusters = -(-num_pairs // CLUSTER_SIZE)
-    held = f"{_amount(4 * clusters * width / GIB)} for {clusters:,} centroids; {vectors} are in main memory"
+    held = (
+        f"{_amount(CENTROID_BYTES * clusters * width / GIB)} for {clusters:,} centroids; {vectors} are in main memory"
+    )
     mined = f"{_amount(sizes.num_bytes / GIB)} of {MEMORY_GIB:g}; {vectors} {how}"
     return [["mine --gpu, GiB", mined], ["cluster --gpu, GiB", held]]
 

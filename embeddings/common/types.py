@@ -49,10 +49,10 @@ class _Movable:
     def pin_memory(self) -> Self:
         return self._each(lambda value: value.pin_memory())
 
-    def _each(self, change: Callable[[Any], Any]) -> Self:
+    def _each(self, change: Callable[[Any], Any], without: Sequence[str] = ()) -> Self:
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name, value in values.items():
-            if isinstance(value, Tensor | _Movable) and name not in self._ON_CPU:
+            if isinstance(value, Tensor | _Movable) and name not in (*self._ON_CPU, *without):
                 values[name] = change(value)
         return type(self)(**values)
 
@@ -92,6 +92,15 @@ class TokenBatch(_Movable):
         if copy.device_lengths_N is None and copy.device.type != "cpu":
             copy.device_lengths_N = moved(self.lengths_N, copy.device)
         return copy
+
+    def moved(self, device: torch.device) -> "TokenBatch":
+        """The texts on `device`, copied as by `moved` if they are in host memory."""
+        if self.device == device:
+            return self
+        ids_T, mask_T, lengths_N = (
+            moved(each, device) for each in (self.input_ids_T, self.pooling_mask_T, self.lengths_N)
+        )
+        return TokenBatch(ids_T, mask_T, self.lengths_N, lengths_N)
 
     def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0, length: int | None = None) -> PaddedTokens:
         """Texts `rows_N`, (n,) int64 on the CPU, or all, padded on the right to `length` or to the longest text."""
@@ -154,6 +163,18 @@ class ContrastiveBatch(_Movable):
 
     def __len__(self) -> int:
         return len(self.query)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the loss; under GradCache the texts may stay in host memory."""
+        return self.positive_index_B.device
+
+    def without_texts_to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """A copy on `device`, except its texts: GradCache copies those of one mini-batch at a time."""
+        return self._each(lambda value: value.to(device, non_blocking=non_blocking), _TEXTS)
+
+
+_TEXTS = ("query", "candidate", "context")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

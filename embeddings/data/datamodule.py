@@ -24,6 +24,7 @@ from embeddings.common.process import STOP_SIGNALS, block_signals, logger
 from embeddings.common.protocols import BatchNeeds, KeepsArguments, NeedsBatches, RunData, TextModule, TokenizedModule
 from embeddings.common.random import run_seed
 from embeddings.common.text import TextSettings
+from embeddings.common.types import ContrastiveBatch
 from embeddings.data.checks import (
     check_instruction,
     check_labels,
@@ -210,8 +211,14 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         return rows_of
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The batch on `device`; the copy to a GPU is asynchronous."""
-        return batch.to(device, non_blocking=device.type == "cuda")
+        """The batch on `device`, under GradCache without its texts; the copy to a GPU is asynchronous."""
+        trainer, non_blocking = self.trainer, device.type == "cuda"
+        # Validation and plain steps embed all texts at once.
+        module = trainer.lightning_module if trainer is not None and trainer.training else None
+        engine = getattr(module, "grad_cache", None)
+        if engine is not None and isinstance(batch, ContrastiveBatch):
+            return batch.without_texts_to(device, non_blocking)
+        return batch.to(device, non_blocking=non_blocking)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._loader is None else {"loader": self._loader.state_dict()}

@@ -14,6 +14,7 @@ from embeddings.common.distributed import gather_candidates, gather_counts, gath
 from embeddings.common.protocols import KeepsArguments
 from embeddings.common.text import Similarity
 from embeddings.common.types import moved, queues_work
+from embeddings.losses.softmax import Rivals, fastest_weights, softmax_weights
 from embeddings.losses.surrogates import SurrogateFilter, Surrogates, missing_teacher_error, surrogate_vectors
 
 # A class is encoded as one number: source * _LABELS_PER_SOURCE + label.
@@ -51,7 +52,9 @@ class InfoNCE(KeepsArguments, nn.Module):
         mask_same_class: Whether to mask a candidate that has the query's label in the query's source. Without it
             in-batch negatives push texts of one class apart, so NV-Embed's second stage uses none (§3.3).
 
-    Precision: scores, softmax and their gradients in float32 (float64 for float64 input), with or without autocast.
+    Precision: scores, softmax and their gradients in float32 (float64 for float64 input), with or without autocast. On
+        CUDA, vectors in bfloat16 or under its autocast are rounded to bfloat16 for the products (see
+        `tiled_cross_entropies`).
     Source: van den Oord 2018, arXiv:1807.03748, Eq. 4; in-batch negatives switched per source: Lee 2024 (NV-Embed),
         arXiv:2405.17428, §3.3.
     """
@@ -116,20 +119,23 @@ class InfoNCE(KeepsArguments, nn.Module):
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
     ) -> "WidthScores":
         """The loss at W widths: vectors are truncated to their first dimensions before they are compared."""
+        rounds = multiplies_rounded(query_BD)
         with torch.autocast(query_BD.device.type, enabled=False):
             query_WBD = [comparable(query_BD[:, :width], self.similarity) for width in widths]
             candidate_WCD = [comparable(candidate_CD[:, :width], self.similarity) for width in widths]
             scale, masks = self._scale(query_WBD[0]), self.masks(batch)
             all_WCD = [gather_candidates(own_CD, masks.candidate_counts) for own_CD in candidate_WCD]
             scores = tiled_cross_entropies(
-                query_WBD, all_WCD, scale, masks.positive_index_B, masks.excluded, self.tile_size
+                query_WBD, all_WCD, scale, masks.positive_index_B, masks.excluded, self.tile_size, rounds
             )
             if self.directions == "query_to_document":
                 return scores
             all_WQD = [gather_candidates(own_BD, masks.query_counts) for own_BD in query_WBD]
             positive_WBD = [own_CD[batch.positive_index_B] for own_CD in candidate_WCD]
             excluded = masks.of_positives().excluded_queries
-            documents = tiled_cross_entropies(positive_WBD, all_WQD, scale, masks.index_B, excluded, self.tile_size)
+            documents = tiled_cross_entropies(
+                positive_WBD, all_WQD, scale, masks.index_B, excluded, self.tile_size, rounds
+            )
             return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
 
     def _terms(self, scores: "WidthScores", index: int) -> dict[str, Tensor]:
@@ -324,6 +330,18 @@ def working_dtype(vector_ND: Tensor) -> torch.dtype:
     return torch.float64 if vector_ND.dtype == torch.float64 else torch.float32
 
 
+def multiplies_rounded(vector_ND: Tensor) -> bool:
+    """Whether a loss rounds these vectors to bfloat16 for its products: on CUDA, if they are or autocast makes them so.
+
+    Only CUDA multiplies bfloat16 into float32: scores of 50, rounded to bfloat16, would be wrong by up to 0.125.
+    """
+    device = vector_ND.device.type
+    if device != "cuda" or torch.version.cuda is None or vector_ND.dtype == torch.float64:
+        return False
+    has_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return has_autocast or vector_ND.dtype == torch.bfloat16
+
+
 def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
     """Vectors (N, D) whose inner products are the similarities, in float32 (float64 for float64 input)."""
     vector_ND = vector_ND.to(working_dtype(vector_ND))
@@ -346,14 +364,15 @@ class _UnitNorm(torch.autograd.Function):
     def forward(ctx: Any, vector_ND: Tensor) -> Tensor:
         norm_N1 = torch.linalg.vector_norm(vector_ND, dim=-1, keepdim=True)
         inverse_N1 = torch.where(norm_N1 > 1e-12, 1 / norm_N1, 0)
-        unit_ND = vector_ND * inverse_N1
-        ctx.save_for_backward(unit_ND, inverse_N1)
-        return unit_ND
+        # Not the unit vectors: they would stay in memory until the backward pass.
+        ctx.save_for_backward(vector_ND, inverse_N1)
+        return vector_ND * inverse_N1
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_ND: Tensor) -> Tensor:
-        unit_ND, inverse_N1 = ctx.saved_tensors
+        vector_ND, inverse_N1 = ctx.saved_tensors
+        unit_ND = vector_ND * inverse_N1
         along_N1 = torch.linalg.vecdot(gradient_ND, unit_ND)[:, None]
         return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)
 
@@ -380,6 +399,7 @@ def tiled_cross_entropies(
     target_R: Tensor,
     excluded: Excluded | None = None,
     tile_size: int | None = None,
+    rounds: bool = False,
 ) -> WidthScores:
     """The mean cross-entropies of scaled inner products at W widths, computed in tiles of whole rows.
 
@@ -393,12 +413,16 @@ def tiled_cross_entropies(
         target_R: Column of each row's target, (R,) int64.
         excluded: Excluded scores of a tile of rows, (r, C) bool, never a target's.
         tile_size: Scores in memory at once, at least 32 rows of them; None for the device's default.
+        rounds: Whether float32 vectors and softmax weights are rounded to bfloat16 for the products, whose sums stay in
+            float32. Each target's score and share of the gradient are not rounded, so the gradient's relative error is
+            below 1e-3, unless most rows have one rival alone (4e-3 measured).
     """
     vectors = [*row_WRD, *column_WCD]
     if not torch.is_grad_enabled():
         vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
     size = scores_at_once(tile_size, target_R.device)
-    outputs = _TiledCrossEntropy.apply(scale, target_R, excluded, size, *vectors)  # type: ignore[no-untyped-call]
+    kind = _RoundedWidth if rounds else _Width
+    outputs = _TiledCrossEntropy.apply(kind, scale, target_R, excluded, size, *vectors)  # type: ignore[no-untyped-call]
     return WidthScores(*outputs)
 
 
@@ -418,22 +442,27 @@ class _Width:
         if is_excluded_rC is not None:
             weight_rC.masked_fill_(is_excluded_rC, -torch.inf)
         target_score_r1 = weight_rC.gather(1, target_r1)
-        rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
-        highest_r1 = torch.maximum(rival_r1, target_score_r1)
-        others_r1 = weight_rC.sub_(highest_r1).exp_().sum(1, keepdim=True)
-        total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
+        rivals = softmax_weights(weight_rC, target_score_r1, target_r1)
+        others_r1, total_r1 = rivals.others_r1, self._add_losses(rivals, target_score_r1)
         # The target's softmax minus one, as minus the sum of the others: exact even if the softmax is close to 1.
         weight_rC.scatter_(1, target_r1, -others_r1)
+        if self.row_gradient_RD is not None:
+            self.row_gradient_RD[rows] = (weight_rC @ self.column_CD).div_(total_r1)
+        if self.column_gradient_CD is not None:
+            self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
+
+    def _add_losses(self, rivals: Rivals, target_score_r1: Tensor) -> Tensor:
+        """Add the losses of rows; returns the divisor of their softmax weights, (r, 1)."""
+        rival_r1, others_r1 = rivals
+        highest_r1 = torch.maximum(rival_r1, target_score_r1)
+        total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
         is_right_r1 = target_score_r1 > rival_r1
         loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
         self.loss += loss_r1.sum()
         self.num_right += is_right_r1.sum()
         self.target_score += target_score_r1.sum()
         self.num_alone += rival_r1.isneginf().sum()
-        if self.row_gradient_RD is not None:
-            self.row_gradient_RD[rows] = (weight_rC @ self.column_CD).div_(total_r1)
-        if self.column_gradient_CD is not None:
-            self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
+        return total_r1
 
     def scale_gradient(self, num_rows: int) -> Tensor:
         """The gradient of the scale, (); call it before `finish`."""
@@ -450,15 +479,65 @@ class _Width:
             self.column_gradient_CD /= num_rows
 
 
+class _RoundedWidth(_Width):
+    """The same with products of vectors and weights in bfloat16, except the targets': few, and most of a gradient."""
+
+    def __init__(self, row_RD: Tensor, column_CD: Tensor, needs_row: bool, needs_column: bool) -> None:
+        super().__init__(row_RD, column_CD, needs_row, needs_column)
+        self.rounded_CD = column_CD.to(torch.bfloat16)
+
+    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, is_excluded_rC: Tensor | None) -> None:
+        row_rD, target_r = self.row_RD[rows] * scale, target_r1[:, 0]
+        target_rD = self.column_CD[target_r]
+        score_rC = _rounded_product(row_rD, self.rounded_CD.T)
+        if is_excluded_rC is not None:
+            score_rC.masked_fill_(is_excluded_rC, -torch.inf)
+        target_score_r1 = torch.linalg.vecdot(row_rD, target_rD)[:, None]
+        weight_rC, rivals = fastest_weights(score_rC.device)(score_rC, target_score_r1, target_r1)
+        others_r1, total_r1 = rivals.others_r1, self._add_losses(rivals, target_score_r1)
+        # The largest tensor: the products below reuse its memory.
+        del score_rC
+        if self.row_gradient_RD is not None:
+            gradient_rD = _rounded_product(weight_rC, self.rounded_CD)
+            self.row_gradient_RD[rows] = gradient_rD.addcmul_(target_rD, others_r1, value=-1).div_(total_r1)
+        if self.column_gradient_CD is not None:
+            row_rD /= total_r1
+            _add_rounded_product(self.column_gradient_CD, weight_rC.T, row_rD)
+            self.column_gradient_CD.index_add_(0, target_r, row_rD.mul_(others_r1), alpha=-1)
+
+
+def _rounded_product(left: Tensor, right: Tensor) -> Tensor:
+    """The product of matrices rounded to bfloat16, summed in float32; on a CPU by a product in float32, as exact."""
+    left, right = left.to(torch.bfloat16), right.to(torch.bfloat16)
+    if left.device.type == "cpu":
+        return left.float() @ right.float()
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_rounded_product(sum_CD: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a `_rounded_product` in place, without a copy of its size."""
+    left, right = left.to(torch.bfloat16), right.to(torch.bfloat16)
+    if left.device.type == "cpu":
+        sum_CD.addmm_(left.float(), right.float())
+    else:
+        torch.addmm(sum_CD, left, right, out_dtype=torch.float32, out=sum_CD)
+
+
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scale: Tensor, target_R: Tensor, excluded: Excluded | None, tile_size: int, *vectors: Tensor
+        ctx: Any,
+        kind: type[_Width],
+        scale: Tensor,
+        target_R: Tensor,
+        excluded: Excluded | None,
+        tile_size: int,
+        *vectors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
-        needs_scale, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_scale, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[5:]
         widths = [
-            _Width(vectors[w], vectors[num_widths + w], needs[w] or needs_scale, needs[num_widths + w])
+            kind(vectors[w], vectors[num_widths + w], needs[w] or needs_scale, needs[num_widths + w])
             for w in range(num_widths)
         ]
         for rows in row_tiles(len(target_R), len(vectors[-1]), tile_size):
@@ -485,7 +564,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
             gradient if gradient is None else gradient * factor
             for gradient, factor in zip(gradients, factors, strict=True)
         )
-        return (None if scale_gradient_W is None else scale_gradient_W @ factor_W, None, None, None, *scaled)
+        scale_gradient = None if scale_gradient_W is None else scale_gradient_W @ factor_W
+        return (None, scale_gradient, None, None, None, *scaled)
 
 
 def row_tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:

@@ -34,11 +34,12 @@ from embeddings.inference.encoder import unit_rows
 from embeddings.mining.faiss_library import (
     NUM_ITERATIONS,
     NUM_RUNS,
+    GpuLibrary,
     KMeans,
+    check_gpu,
     check_num_clusters,
     faiss_version,
     kmeans_run,
-    load_faiss,
     nearest_centroids,
     neighbour_lists,
     num_duplicates,
@@ -334,7 +335,8 @@ class ClusterSettings:
         num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
         shard_size: Rows assigned per shard: the most that is lost when the job is killed.
         seed: Seed of every random choice.
-        gpu: Whether k-means and the assignment run on the GPUs (needs the extra `gpu`).
+        gpu: Whether k-means and the assignment run on a GPU.
+        gpu_library: What runs there: `torch` uses the first GPU; `faiss` uses all, and needs the extra `gpu`.
     """
 
     cluster_size: int | None = None
@@ -348,8 +350,16 @@ class ClusterSettings:
     shard_size: int = 65_536
     seed: int = 0
     gpu: bool = False
+    gpu_library: GpuLibrary = "torch"
+
+    @property
+    def library(self) -> GpuLibrary | None:
+        """The library that runs on the GPU, None on a CPU."""
+        return self.gpu_library if self.gpu else None
 
     def __post_init__(self) -> None:
+        if self.gpu_library != "torch" and not self.gpu:
+            raise OptionError("gpu_library", self.gpu_library, "has no effect on a CPU", "set gpu too, or leave it out")
         if self.cluster_size is not None and self.num_clusters is not None:
             rule = "replaces cluster_size"
             raise OptionError("num_clusters", self.num_clusters, rule, "give one of the two")
@@ -429,9 +439,9 @@ def cluster_pairs(
     num_clusters = settings.resolve_num_clusters(features.num_rows)
     max_rows = settings.resolve_training_rows(features.num_rows, num_clusters, features.embedding_dim)
     settings = replace(settings, max_training_rows=max_rows)
-    load_faiss(settings.gpu)
+    check_gpu(settings.library)
     # Options that resolve to the same values for this source must give the same fields.
-    excluded = ("cluster_size", "vectors_per_cluster", "memory_gib")
+    excluded = ["cluster_size", "vectors_per_cluster", "memory_gib", *([] if settings.gpu else ["gpu_library"])]
     resolved = {name: value for name, value in asdict(settings).items() if name not in excluded}
     fields = {
         SETTINGS: source.settings,
@@ -456,7 +466,7 @@ def cluster_pairs(
             vectors = cache(partial(_training_vectors, features, settings))
 
             def train(run: int, path: Path) -> None:
-                options = (settings.num_iterations, settings.seed, settings.gpu, "training row")
+                options = (settings.num_iterations, settings.seed, settings.library, "training row")
                 result = kmeans_run(vectors(), num_clusters, run, *options)
                 _save(path, {"centroids": result.centroids, "objective": np.array(result.objective)})
 
@@ -514,13 +524,13 @@ def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSetting
     row_N = np.array(shard_rows(shard, settings.shard_size, features.num_rows))
     starts = progress_bar(None, "assigning rows", "block", iterable=range(0, len(row_N), _BLOCK))
     blocks = (row_N[start : start + _BLOCK] for start in starts)
-    save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.gpu) for b in blocks]))
+    save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.library) for b in blocks]))
 
 
 def _merge(job: JobFolder, assigning: ShardedJob, best: KMeans, settings: ClusterSettings) -> dict[str, Any]:
     centroids, objective = best
     assignments = [load_shard(assigning.path(shard), mapped=True) for shard in range(assigning.num_shards)]
-    lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)
+    lists = neighbour_lists(centroids, settings.num_neighbours, settings.library)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
     sizes = np.sum([np.bincount(assignment, minlength=len(centroids)) for assignment in assignments], axis=0)
     statistics = {

@@ -1,10 +1,10 @@
-"""faiss, loaded on use: device checks, inverted lists, k-means, nearest centroids."""
+"""faiss, loaded on use: device checks, inverted lists, k-means, nearest centroids; on a GPU the last two in torch."""
 
 import errno
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,18 @@ def load_faiss(gpu: bool = False) -> ModuleType:
     if gpu and faiss.get_num_gpus() == 0:
         raise OptionError("gpu", True, "needs a CUDA device, and faiss finds none", "leave it out, or check the driver")
     return faiss
+
+
+GpuLibrary = Literal["torch", "faiss"]
+
+
+def check_gpu(gpu: GpuLibrary | None) -> None:
+    """Load faiss, and check the device if k-means runs on a GPU."""
+    load_faiss(gpu == "faiss")
+    if gpu == "torch":
+        from embeddings.mining.search import require_gpu
+
+        require_gpu()
 
 
 def faiss_version() -> str:
@@ -84,12 +96,14 @@ def spherical_kmeans(
     num_runs: int = NUM_RUNS,
     seed: int = 0,
     gpu: bool = False,
+    gpu_library: GpuLibrary = "torch",
 ) -> KMeans:
-    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`)."""
+    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`), on request on a GPU."""
     if num_runs < 1:
         raise OptionError("num_runs", num_runs, "must be >= 1", "the paper uses the best of 3")
     numbers = progress_bar(None, "k-means", "run", iterable=range(num_runs))
-    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in numbers]
+    library = gpu_library if gpu else None
+    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, library) for run in numbers]
     return max(runs, key=lambda run: run.objective)
 
 
@@ -99,12 +113,13 @@ def kmeans_run(
     run: int = 0,
     num_iterations: int = NUM_ITERATIONS,
     seed: int = 0,
-    gpu: bool = False,
+    gpu: GpuLibrary | None = None,
     where: str = "vectors",
 ) -> KMeans:
     """One run of spherical k-means over all vectors, unit rows in memory; `run` is its index in a best-of-n.
 
-    The centroid of an empty cluster becomes a copy of the largest cluster's, moved by a thousandth.
+    The centroid of an empty cluster becomes a copy of the largest cluster's, moved by a thousandth. On a GPU it starts
+    from the same centroids as on a CPU, and `gpu` names the library: torch on the first GPU, or faiss on all.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
         Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
@@ -113,7 +128,8 @@ def kmeans_run(
     if num_iterations < 1:
         raise OptionError("num_iterations", num_iterations, "must be >= 1", "the paper uses 100")
     check_vectors(vectors, where)
-    faiss = load_faiss(gpu)
+    check_gpu(gpu)
+    faiss = load_faiss()
     num_vectors = len(vectors)
     if num_clusters == num_vectors:
         return KMeans(vectors.copy(), 1.0)
@@ -121,9 +137,13 @@ def kmeans_run(
     faiss.rand_perm(faiss.swig_ptr(order_N), num_vectors, (seed + 1 + _SEED_STEP * run) % 2**32)
     centroids = vectors[order_N[:num_clusters]]
     faiss.normalize_L2(centroids)
+    title = f"k-means, run {run + 1}"
+    if gpu == "torch":
+        from embeddings.mining.torch_kmeans import device_kmeans
+
+        return KMeans(*device_kmeans(vectors, centroids, num_iterations, _unit_means, "cuda", title))
     nearest_N, cosine_N = np.empty(num_vectors, np.int32), np.empty(num_vectors, np.float32)
     size = _block_rows(centroids, gpu)
-    title = f"k-means, run {run + 1}"
     with progress_bar(num_iterations * num_vectors, title, "vector", unit_scale=True) as bar:
         for _ in range(num_iterations):
             index = _index(centroids, gpu)
@@ -146,9 +166,14 @@ def _mean_directions(vectors: NDArray[np.float32], nearest_N: NDArray[np.int32],
     members_KN = csr_array((ones, order_N, ends), shape=(num_clusters, len(vectors)))
     step = -(-num_clusters // _MEAN_PARTS)
     sum_KD = np.concatenate([members_KN[start : start + step] @ vectors for start in range(0, num_clusters, step)])
+    return _unit_means(sum_KD, count_K)
+
+
+def _unit_means(sum_KD: NDArray[np.float32], count_K: NDArray[np.int64]) -> Any:
+    """The unit mean of each cluster, (k, d) float32, from its sum and its size; changes the sizes."""
     centroids = sum_KD * (np.float32(1) / np.maximum(count_K, 1).astype(np.float32))[:, None]
     # As in faiss, neighbouring values move in opposite directions.
-    moves_D = np.where(np.arange(vectors.shape[1]) % 2, -_MOVE, _MOVE).astype(np.float32)
+    moves_D = np.where(np.arange(sum_KD.shape[1]) % 2, -_MOVE, _MOVE).astype(np.float32)
     for empty in np.flatnonzero(count_K == 0).tolist():
         largest = int(count_K.argmax())
         centroids[empty] = centroids[largest] * (1 + moves_D)
@@ -173,7 +198,7 @@ def num_duplicates(centroids: NDArray[np.float32]) -> int:
 
 
 def nearest_centroids(
-    vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
+    vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: GpuLibrary | None = None
 ) -> NDArray[np.int32]:
     """The index of the centroid with the largest inner product with each vector, exact, (n,) int32."""
     index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
@@ -182,7 +207,9 @@ def nearest_centroids(
     return np.concatenate([np.empty(0, np.int64), *nearest]).astype(np.int32)
 
 
-def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bool = False) -> NDArray[np.int32]:
+def neighbour_lists(
+    centroids: NDArray[np.float32], num_neighbours: int, gpu: GpuLibrary | None = None
+) -> NDArray[np.int32]:
     """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`."""
     num_centroids = len(centroids)
     width = min(num_neighbours, num_centroids - 1)
@@ -201,7 +228,7 @@ def neighbour_lists(centroids: NDArray[np.float32], num_neighbours: int, gpu: bo
     return lists
 
 
-def _block_rows(centroids: NDArray[np.float32], gpu: bool) -> int:
+def _block_rows(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> int:
     """The number of vectors that are compared with the centroids in one call."""
     num_centroids, width = centroids.shape
     rows: int = _BLOCK_SCORES // num_centroids
@@ -211,10 +238,14 @@ def _block_rows(centroids: NDArray[np.float32], gpu: bool) -> int:
     return rows // 4096 * 4096 or max(512, min(rows, 2048) // 512 * 512)
 
 
-def _index(centroids: NDArray[np.float32], gpu: bool) -> Any:
-    faiss = load_faiss(gpu)
+def _index(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> Any:
+    if gpu == "torch":
+        from embeddings.mining.torch_kmeans import DeviceCentroids
+
+        return DeviceCentroids(centroids, "cuda")
+    faiss = load_faiss(gpu == "faiss")
     index = faiss.IndexFlatIP(centroids.shape[1])
-    if gpu:
+    if gpu == "faiss":
         index = faiss.index_cpu_to_all_gpus(index)
     index.add(centroids)
     return index

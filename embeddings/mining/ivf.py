@@ -241,7 +241,9 @@ def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
 
 def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = False) -> Floats:
     lists_seed = derive_seed(seed, "ivf") % 2**31
-    return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
+    return kmeans_run(
+        sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu="faiss" if gpu else None
+    ).centroids
 
 
 class VectorIndex:

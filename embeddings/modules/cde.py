@@ -239,7 +239,7 @@ class CDEModule(ContrastiveModule):
         assert self._words is not None
         fields, groups = ("input_ids_T", "pooling_mask_T", "lengths_N"), (batch.query, batch.candidate)
         texts = TokenBatch(*(torch.cat([getattr(group, field) for group in groups]) for field in fields))
-        loss: Tensor = self._words(torch.cat([query.vector_ND, candidate.vector_ND]), texts)
+        loss: Tensor = self._words(torch.cat([query.vector_ND, candidate.vector_ND]), texts.moved(batch.device))
         return LossOutput(loss, {"word_loss": loss.detach()})
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
@@ -319,7 +319,7 @@ class CDEModule(ContrastiveModule):
 
     def _sensitivity(self, batch: ContrastiveBatch, context_MH: Tensor, other_MH: Tensor) -> Tensor:
         """One minus the mean cosine between some texts' vectors with one context and with another, ()."""
-        tokens = take_texts(batch.query, torch.arange(min(len(batch), MEASURED_TEXTS)))
+        tokens = take_texts(batch.query, torch.arange(min(len(batch), MEASURED_TEXTS))).moved(batch.device)
         state = RandomState(context_MH.device)
         own_ND = self.embed(tokens, context_MH).vector_ND
         with state.replayed():

@@ -170,7 +170,7 @@ class GradCache:
         mini_batch_texts: Maximum number of texts of a mini-batch; None for no limit.
         kept_fraction: Fraction of all padded tokens, 0 to 1, whose graphs may be kept; None: only `kept_gib` limits it.
         kept_gib: Total memory of kept graphs, in GiB on this rank; None: only `kept_fraction` limits it. Without either
-            option only the last graph is kept.
+            option only the last graph is kept, and none with more than 32 mini-batches.
         equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs.
             Strategies that gather parameters in each forward (FSDP, ZeRO-3) need it.
 
@@ -200,7 +200,7 @@ class GradCache:
         """The mini-batches of each stage of a batch, in the order of the first pass."""
         stages = plan_stages(batch, self.mini_batch_tokens, self.mini_batch_texts)
         if self.equal_mini_batches:
-            counts = [reduce_int(len(stage), "max", batch.query.device) for stage in stages]
+            counts = [reduce_int(len(stage), "max", batch.device) for stage in stages]
             stages = [extend_plan(stage, count, batch) for stage, count in zip(stages, counts, strict=True)]
         return stages
 
@@ -274,14 +274,14 @@ class _Embedded:
 class _PlannedTexts(NamedTuple):
     """A group's texts, longest first, and the row of each; a mini-batch is a slice of them."""
 
-    tokens: TokenBatch
-    row_N: Tensor
+    tokens: TokenBatch  # on the device or in host memory, as in the batch
+    row_N: Tensor  # on the device
 
     @classmethod
-    def of(cls, tokens: TokenBatch, plan: Sequence[MiniBatch]) -> "_PlannedTexts":
+    def of(cls, tokens: TokenBatch, plan: Sequence[MiniBatch], device: torch.device) -> "_PlannedTexts":
         rows_of = {mini_batch.first: mini_batch.rows_n for mini_batch in plan}
         row_N = torch.cat([rows_of[first] for first in sorted(rows_of)])
-        return cls(take_texts(tokens, row_N), moved(row_N, tokens.device))
+        return cls(take_texts(tokens, row_N), moved(row_N, device))
 
 
 class _TwoPasses:
@@ -291,12 +291,14 @@ class _TwoPasses:
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, keeps_last: bool, syncs_each: bool
     ) -> None:
         self.engine, self.budget = engine, engine.budget
-        self.step, self.batch, self.device = step, batch, batch.query.device
+        self.step, self.batch, self.device = step, batch, batch.device
         self.keeps_last, self.syncs_each = keeps_last, syncs_each
         self.stages = engine.plan(batch)
         plan = [mini_batch for stage in self.stages for mini_batch in stage]
         self.planned = {
-            group: _PlannedTexts.of(tokens_of(batch, group), [mini for mini in plan if mini.group == group])
+            group: _PlannedTexts.of(
+                tokens_of(batch, group), [mini for mini in plan if mini.group == group], self.device
+            )
             for group in sorted({mini_batch.group for mini_batch in plan})
         }
         self.stage_tokens = [[mini_batch.num_tokens for mini_batch in stage] for stage in self.stages]
@@ -405,6 +407,7 @@ class _TwoPasses:
             torch.clear_autocast_cache()
         self.casts_have_graph = with_graph
         tokens = self.planned[mini_batch.group].tokens.run_of_texts(mini_batch.first, len(mini_batch.rows_n))
+        tokens = tokens.moved(self.device)
         with torch.set_grad_enabled(with_graph):
             if mini_batch.group == CONTEXT:
                 return Representations(_contextual(self.step).embed_context(tokens))
@@ -460,12 +463,15 @@ class _TwoPasses:
         if stage == self.first_trained and not self.keeps_last:
             # Its backward ends the step, and the wrapper needs its forward outside `no_sync`.
             return False
-        # The last forward's graph fits if no kept graphs use a memory budget.
-        is_last_forward = stage == len(self.stages) - 1
+        # The last forward's graph fits if no kept graphs use a memory budget. Among many mini-batches it saves too
+        # little time for its memory, which the loss could use.
+        is_last_forward = stage == len(self.stages) - 1 and len(self.stages[stage]) <= FEW_MINI_BATCHES
         return is_counted or (is_last_forward and (not self.budget.measures or sum(self.num_kept) == 0))
 
 
 _VECTOR = "the vectors"
+# A kept graph of n saves a forward pass, 1 / 4n of a step's time.
+FEW_MINI_BATCHES = 32
 
 
 def _tensors(representations: Representations) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from embeddings.common import PaddedTokens
 from embeddings.models import ContextualEmbedder, Embedder
 from embeddings.models.bidirectional import layers
 from embeddings.models.moe.experts import Experts, ExpertWeights, sorted_experts
+from embeddings.training.gradcache import FEW_MINI_BATCHES
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 # Strategies that shard the optimiser state, the gradients and the weights.
@@ -149,8 +150,9 @@ def plan_step(
     if setting.mini_batch_tokens is not None:
         free = max(0.0, setting.memory - sum(memory.values()))
         budget = setting.kept_gib * 2**30 + setting.kept_share * free
-        # The last graph is kept even without a budget.
-        kept = min(1.0, max(budget / all_graphs, 1 / num_mini_batches)) if all_graphs else 1.0
+        # Of a few mini-batches the last graph is kept even without a budget.
+        least = 1 / num_mini_batches if num_mini_batches <= FEW_MINI_BATCHES else 0.0
+        kept = min(1.0, max(budget / all_graphs, least)) if all_graphs else 1.0
     # FSDP2 and ZeRO use 16-bit weights directly.
     if setting.strategy not in _SHARES_STATE:
         memory["casts of weights, shared by graphs"] = max(text.cost.unchecked.shared for text in texts)

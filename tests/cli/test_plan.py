@@ -91,8 +91,8 @@ def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
     """100M vectors of width 32 are 12.8 GB, less than three quarters of 16 GiB; ten times as many are streamed."""
     config, sizes = ["--config", small(tmp_path)], []
     for pairs, vectors, clusters, how in (
-        (10**8, "12.80", "0.023 for 195,313", "fit on the GPU"),
-        (10**9, "128.00", "0.23 for 1,953,125", "are streamed through the GPU"),
+        (10**8, "12.80", "0.081 for 195,313", "fit on the GPU"),
+        (10**9, "128.00", "0.81 for 1,953,125", "are streamed through the GPU"),
     ):
         table = planned(capsys, *config, f"--pairs={pairs}")
         found = re.fullmatch(r"([\d.]+) of 16; ([\d.]+) GB of vectors (.*)", table["mine --gpu, GiB"])

@@ -1,0 +1,138 @@
+"""Spherical k-means in torch, for GPUs: nearest centroids by tiled products, and means by sums over sorted rows."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embeddings.common.progress import progress_bar
+from embeddings.inference.search import BestDocuments, TopK, best_of_tiles
+from embeddings.mining.search import full_products
+
+Floats = NDArray[np.float32]
+# Sums and sizes of the clusters → their unit means, (k, d).
+Means = Callable[[Floats, NDArray[np.int64]], Floats]
+
+# Memory of a centroid, for each of its values: in two dtypes, its cluster's sum, and that of one chunk.
+CENTROID_BYTES = 14
+# Vectors that are on the device at once if not all fit, centroids in one product, and scores in memory.
+_CHUNK_ROWS, _TILE_CENTROIDS, _TILE_SCORES = 1 << 18, 1 << 16, 1 << 28
+# Share of the free memory of a GPU for vectors that stay there; the rest is for a chunk, its sorted copy and scores.
+_RESIDENT_SHARE = 0.7
+
+
+class DeviceVectors:
+    """Vectors of which as many as fit stay on a device; the others are copied to it in every round.
+
+    Products are in float16 with sums in float32 on CUDA, where a vector may go to a centroid whose cosine is smaller by
+    less than 1e-3, and in float32 elsewhere. Sums over vectors are in float32 and in a fixed order.
+
+    Args:
+        vectors: Unit vectors, (N, d).
+        device: The device.
+        max_resident_rows: Number of rows that stay on the device; None for as many as fit.
+    """
+
+    def __init__(self, vectors: Floats, device: torch.device | str, max_resident_rows: int | None = None) -> None:
+        self.vectors, self.device = vectors, torch.device(device)
+        self._dtype = _product_dtype(self.device)
+        limit = self._rows_that_fit() if max_resident_rows is None else max_resident_rows
+        self._num_resident = len(vectors) if len(vectors) <= limit else limit // _CHUNK_ROWS * _CHUNK_ROWS
+        self._resident = list(self._copies(0, self._num_resident))
+
+    def round(self, centroids: Floats, shown: Callable[[int], object]) -> tuple[Floats, NDArray[np.int64], float]:
+        """One assignment: the sum and the number of each cluster's vectors, and the mean cosine to the centroids."""
+        centroid_KD = torch.from_numpy(centroids).to(self.device)
+        rounded_KD = centroid_KD.to(self._dtype)
+        sum_KD = torch.zeros_like(centroid_KD)
+        count_K = torch.zeros(len(centroids), dtype=torch.int64, device=self.device)
+        for chunk_nD in self._chunks():
+            nearest_n = _nearest(chunk_nD, rounded_KD)
+            sizes_K = torch.zeros_like(count_K).scatter_add_(0, nearest_n, torch.ones_like(nearest_n))
+            # `index_add_` would add in an order that changes from run to run.
+            sorted_nD = chunk_nD[nearest_n.argsort(stable=True)]
+            sum_KD += torch.segment_reduce(sorted_nD, "sum", lengths=sizes_K, unsafe=True)
+            count_K += sizes_K
+            shown(len(chunk_nD))
+        # The sum of the cosines is that of each centroid's product with its cluster's sum.
+        objective = float(torch.linalg.vecdot(sum_KD.double(), centroid_KD.double()).sum()) / len(self.vectors)
+        return sum_KD.cpu().numpy(), count_K.cpu().numpy(), objective
+
+    def _chunks(self) -> Iterator[Tensor]:
+        yield from self._resident
+        yield from self._copies(self._num_resident, len(self.vectors))
+
+    def _copies(self, first: int, end: int) -> Iterator[Tensor]:
+        for start in range(first, end, _CHUNK_ROWS):
+            yield torch.from_numpy(self.vectors[start : min(start + _CHUNK_ROWS, end)]).to(self.device)
+
+    def _rows_that_fit(self) -> int:
+        if self.device.type != "cuda":
+            return len(self.vectors)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        row_bytes = 4 * self.vectors.shape[1]
+        work = 6 * _TILE_SCORES + 3 * _CHUNK_ROWS * row_bytes
+        return int(max(0.0, _RESIDENT_SHARE * (free - work)) / row_bytes)
+
+
+def device_kmeans(
+    vectors: Floats, centroids: Floats, num_iterations: int, means: Means, device: torch.device | str, title: str
+) -> tuple[Floats, float]:
+    """Rounds of spherical k-means from unit centroids; the last centroids and the last assignment's mean cosine."""
+    objective = 0.0
+    with (
+        torch.inference_mode(),
+        full_products(),
+        progress_bar(num_iterations * len(vectors), title, "vector", unit_scale=True) as bar,
+    ):
+        rows = DeviceVectors(vectors, device)
+        for _ in range(num_iterations):
+            sum_KD, count_K, objective = rows.round(centroids, bar.update)
+            centroids = means(sum_KD, count_K)
+    return centroids, objective
+
+
+class DeviceCentroids:
+    """Centroids on a device, searched as an index of faiss: exact, by scores in float32."""
+
+    def __init__(self, centroids: Floats, device: torch.device | str) -> None:
+        self._tiles = torch.split(torch.tensor(centroids, device=device), _TILE_CENTROIDS)
+
+    def search(self, vectors: Floats, count: int) -> TopK:
+        """The scores and rows of the `count` centroids with the largest inner products, (n, count) each."""
+        with torch.inference_mode(), full_products():
+            vector_ND = torch.tensor(vectors, device=self._tiles[0].device)
+            chunk = max(1, _TILE_SCORES // len(self._tiles[0]) // 2)
+            best = BestDocuments(len(vectors), count, chunk, vector_ND.device)
+            dtype = _product_dtype(vector_ND.device)
+            return best_of_tiles(vector_ND, self._tiles, best, dtype, num_pairs=_CHUNK_ROWS)
+
+
+def _product_dtype(device: torch.device) -> torch.dtype:
+    return torch.float16 if device.type == "cuda" and torch.version.cuda is not None else torch.float32
+
+
+def _nearest(vector_nD: Tensor, centroid_KD: Tensor) -> Tensor:
+    """The centroid with the largest inner product with each vector, the first of equal ones, (n,) int64."""
+    tile = min(len(centroid_KD), _TILE_CENTROIDS)
+    parts = []
+    for block_bD in torch.split(vector_nD, max(1, _TILE_SCORES // tile)):
+        rounded_bD = block_bD.to(centroid_KD.dtype)
+        best_b, nearest_b = _largest(rounded_bD, centroid_KD[:tile])
+        for start in range(tile, len(centroid_KD), tile):
+            score_b, index_b = _largest(rounded_bD, centroid_KD[start : start + tile])
+            nearest_b = torch.where(score_b > best_b, index_b + start, nearest_b)
+            best_b = torch.maximum(score_b, best_b)
+        parts.append(nearest_b)
+    return torch.cat(parts)
+
+
+def _largest(vector_bD: Tensor, centroid_TD: Tensor) -> tuple[Tensor, Tensor]:
+    if vector_bD.dtype == torch.float32:
+        score_bT = vector_bD @ centroid_TD.T
+    else:
+        score_bT = torch.mm(vector_bD, centroid_TD.T, out_dtype=torch.float32)
+    largest = score_bT.max(dim=1)
+    return largest.values, largest.indices
