@@ -1,6 +1,25 @@
-"""From one's own documents to better search: passages of documents."""
+"""Floor 5: from documents of one's own to a model: passages, queries, the path between weights, and the verdict."""
 
 from embeddings.adaptation.corpus import PassageReport, write_passages
 from embeddings.adaptation.passages import Splitter, TokenCounter
+from embeddings.adaptation.path import best_share, interpolate_models, path_scores
+from embeddings.adaptation.verdict import Recommendation, Verdict, compare, format_verdict, rank_queries, recommend
+from embeddings.adaptation.whitening import Whitening, write_whitened
 
-__all__ = ["PassageReport", "Splitter", "TokenCounter", "write_passages"]
+__all__ = [
+    "PassageReport",
+    "Recommendation",
+    "Splitter",
+    "TokenCounter",
+    "Verdict",
+    "Whitening",
+    "best_share",
+    "compare",
+    "format_verdict",
+    "interpolate_models",
+    "path_scores",
+    "rank_queries",
+    "recommend",
+    "write_passages",
+    "write_whitened",
+]

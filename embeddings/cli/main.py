@@ -63,6 +63,13 @@ COMMANDS = {
         is_optional=True,
     ),
     "evaluate": Command("embeddings.cli.retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
+    "compare": Command(
+        "embeddings.cli.compare:compare", "score a model and what was made of it on test queries, and recommend one"
+    ),
+    "interpolate": Command(
+        "embeddings.cli.compare:interpolate", "write a model between a starting model and its trained one"
+    ),
+    "whiten": Command("embeddings.cli.compare:whiten", "write a model whose vectors are whitened for a corpus"),
     "cluster": Command("embeddings.cli.mining:cluster", "cluster similar records, for hard in-batch negatives"),
     "mine": Command("embeddings.cli.mining:mine", "mine hard negatives for training records"),
     "filter": Command("embeddings.cli.mining:filter_records", "remove duplicate and contaminated training records"),
@@ -96,10 +103,10 @@ COMMANDS = {
     "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
-RESUMING = {"prepare", "encode", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
+RESUMING = {"prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
 # Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
 LONG_COMMANDS = RESUMING | {"quickstart", "passages", "index", "evaluate", "export", "push", "import", "convert"}
-LONG_COMMANDS = (LONG_COMMANDS | {"report", "show"}) - {"sweep"}
+LONG_COMMANDS = (LONG_COMMANDS | {"interpolate", "whiten", "report", "show"}) - {"sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",

@@ -35,6 +35,7 @@ from embeddings.inference.bm25 import ENGLISH, tokenizer
 from embeddings.inference.hybrid import WORDS_FOLDER
 from embeddings.inference.search import require_multiplier, require_top_k
 from embeddings.inference.vector_folder import bytes_per_vector
+from embeddings.inference.vector_table import VectorTable, encode_table
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.ivf import INDEX_FILE
 from embeddings.models.model_files import SCORES_FILE
@@ -114,12 +115,13 @@ def encode(
     """Encode the texts of a file into a folder of vectors, in shards; to resume, run the same command again.
 
     The folder can be searched. `mine`, `cluster` and `filter` can reuse its vectors (`--document-vectors`,
-    `--query-vectors`).
+    `--query-vectors`). An output `NAME.parquet` is one file for databases: id, title, text, other fields, vector.
 
     Args:
         model: A model directory or Hub id.
         input: A JSONL (also `.gz`) or Parquet file with `text`, and optionally `_id` and `title`.
-        output: The folder to write: `vectors-*.npy`, `documents-*.jsonl`, `manifest.json`.
+        output: The folder to write: `vectors-*.npy`, `documents-*.jsonl`, `manifest.json`; or a `.parquet` file, whose
+            working folder `NAME.parquet.work` may be deleted at the end.
         prompt_name: Name of the model's prompt to prepend to each text; default the one named like the role.
         prompt: Text to prepend to each text in place of a prompt of the model, such as `"query: "`.
         role: Role of the texts, which determines the default prompt and the maximum length.
@@ -133,6 +135,11 @@ def encode(
         tokenizer_workers: Processes that tokenise in advance; default one for each GPU, none on a CPU.
     """
     chosen = choose_prompt("prompt", prompt_name, prompt)
+    is_table = output.suffix == ".parquet"
+    if is_table and vector_format != "float32":
+        raise OptionError("vector_format", vector_format, "must be float32 in a Parquet file", "leave it out")
+    if is_table:
+        refuse_given({"context": context.context}, "cannot be stored in a Parquet file", "encode into a folder")
     names = () if devices is None else parse_devices(devices)
     encoder = load_encoder(model, precision, dimensions, *names[:1])
     if tokenizer_workers is None:
@@ -142,7 +149,12 @@ def encode(
     texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns, "context": drawn}
     files: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
     work: dict[str, Any] = {"devices": names, "tokenizer_workers": tokenizer_workers, "task": task.resolve()}
-    folder = encode_corpus(encoder, input, output, **texts, **files, **work)
+    folder: VectorFolder | VectorTable | None
+    if is_table:
+        del texts["context"], files["vector_format"]
+        folder = encode_table(encoder, input, output, **texts, **files, **work)
+    else:
+        folder = encode_corpus(encoder, input, output, **texts, **files, **work)
     if folder is None:
         print(f"encoded the shards of this task; shards of other tasks are missing in {output}")
         return

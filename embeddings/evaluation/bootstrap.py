@@ -1,5 +1,6 @@
 """Intervals of differences between two systems that were scored on the same queries."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,11 @@ class Difference(NamedTuple):
     mean: float
     low: float
     high: float
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
         return f"{self.mean:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
@@ -49,3 +55,25 @@ def paired_bootstrap(
         mean_R[start : start + step] = difference_Q[drawn_RQ].mean(axis=1)
     low, high = np.quantile(mean_R, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Difference(float(difference_Q.mean()), float(low), float(high))
+
+
+def bootstrap(
+    difference: Callable[[npt.NDArray[np.int64]], float],
+    num_rows: int,
+    num_resamples: int = 1_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Difference:
+    """A difference of any statistic over all rows, with its percentile interval over resampled rows.
+
+    Args:
+        difference: Maps rows, (N,) int64, in which a row may be repeated, to the difference.
+        num_rows: The number of rows N.
+        num_resamples: Number of resamples.
+        seed: Seed of the draws.
+        confidence: Share of the resampled differences that lie within the interval.
+    """
+    generator = np.random.default_rng(seed)
+    value_R = [difference(generator.integers(num_rows, size=num_rows)) for _ in range(num_resamples)]
+    low, high = np.quantile(value_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Difference(difference(np.arange(num_rows)), float(low), float(high))

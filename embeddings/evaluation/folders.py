@@ -97,20 +97,26 @@ class RetrievalScores(NamedTuple):
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
     """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff; it may be larger than K."""
-    gain_QK = qrels.gain(ranked_QK)
-    counted_Q = np.bincount(qrels.query_J, minlength=qrels.num_queries) > 0
-    num_counted = int(counted_Q.sum())
-    metrics: dict[str, float] = {}
-    for cutoff in cutoffs if num_counted else ():
-        values = _query_metrics(gain_QK[:, :cutoff], qrels, cutoff)
-        metrics |= {f"{name}_at_{cutoff}": float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
+    num_counted = int(np.count_nonzero(np.bincount(qrels.query_J, minlength=qrels.num_queries)))
+    values = query_metrics(ranked_QK, qrels, cutoffs) if num_counted else {}
+    metrics = {name: float(value_Q.mean()) for name, value_Q in values.items()}
     return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
 
 
 def query_ndcg(ranked_QK: Ints, qrels: Qrels, cutoff: int = 10) -> Floats:
     """nDCG of each query with a judgment, in the order of the queries; its mean is that of `retrieval_metrics`."""
+    return query_metrics(ranked_QK, qrels, (cutoff,))[f"ndcg_at_{cutoff}"]
+
+
+def query_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> dict[str, Floats]:
+    """The metrics of each query with a judgment, (Q,) each, whose means `retrieval_metrics` returns."""
+    gain_QK = qrels.gain(ranked_QK)
     counted_Q = np.bincount(qrels.query_J, minlength=qrels.num_queries) > 0
-    return _query_metrics(qrels.gain(ranked_QK)[:, :cutoff], qrels, cutoff)["ndcg"][counted_Q]
+    return {
+        f"{name}_at_{cutoff}": value_Q[counted_Q]
+        for cutoff in cutoffs
+        for name, value_Q in _query_metrics(gain_QK[:, :cutoff], qrels, cutoff).items()
+    }
 
 
 def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
@@ -231,7 +237,7 @@ def read_evaluation_folder(path: str | PathLike[str], show_progress: bool = Fals
     if not folder.is_dir():
         raise InputError(str(folder), "is not a folder", _LAYOUTS)
     if _find(folder, "corpus") or _find(folder, "queries") or _find_qrels(folder):
-        return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)), show_progress)
+        return read_retrieval_files(retrieval_files(folder), show_progress)
     test = _find(folder, "test")
     if test is None:
         raise InputError(str(folder), "has no evaluation data", _LAYOUTS)
@@ -272,6 +278,11 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
     if not path.is_file():
         raise InputError(str(path), "no such file", "name a qrels file of a retrieval folder")
     return _retrieval_files(path.parent.parent if path.parent.name == "qrels" else path.parent, path)
+
+
+def retrieval_files(folder: Path) -> RetrievalFiles:
+    """The files of a retrieval folder."""
+    return _retrieval_files(folder, _find_qrels(folder))
 
 
 def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> RetrievalFolder:

@@ -179,11 +179,7 @@ def checked_folders(
     roots: Iterable[str | PathLike[str]], read: Callable[[Path], Folder]
 ) -> Iterator[tuple[str, Folder]]:
     """The name and data of every evaluation folder at or below `roots`, in order; all are read before the first."""
-    folders = [
-        ("/".join((Path(root).resolve().name, *path.relative_to(root).parts)), path)
-        for root in roots
-        for path in find_evaluation_folders(root)
-    ]
+    folders = named_folders(roots)
     # All of them may not fit in memory.
     kept, num_kept = dict[Path, Folder](), 0
     for _, path in folders:
@@ -194,6 +190,15 @@ def checked_folders(
         del data
     for name, path in folders:
         yield name, kept.pop(path) if path in kept else read(path)
+
+
+def named_folders(roots: Iterable[str | PathLike[str]]) -> list[tuple[str, Path]]:
+    """The name and path of every evaluation folder at or below `roots`, in order."""
+    return [
+        ("/".join((Path(root).resolve().name, *path.relative_to(root).parts)), path)
+        for root in roots
+        for path in find_evaluation_folders(root)
+    ]
 
 
 def format_results(results: Sequence[EvaluationResult]) -> str:

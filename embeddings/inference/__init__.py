@@ -25,6 +25,7 @@ from embeddings.inference.vector_folder import (
     parse_devices,
     read_corpus,
 )
+from embeddings.inference.vector_table import VectorTable, encode_table
 
 __all__ = [
     "BM25",
@@ -45,9 +46,11 @@ __all__ = [
     "VectorFolder",
     "VectorFormat",
     "VectorShards",
+    "VectorTable",
     "choose_context",
     "contextual_shift",
     "encode_corpus",
+    "encode_table",
     "expert_loads",
     "index_words",
     "latent_weights",

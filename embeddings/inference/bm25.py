@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import unicodedata
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import chain, pairwise
@@ -136,13 +137,15 @@ class BM25:
 
         self._tokenize = tokenize
         self._vocabulary: dict[str, int] = {}
+        # Arrays: lists would take twice the memory.
         tokens = [
-            [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)]
+            array("i", [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)])
             for text in progress_bar(None, "indexing words", "text", iterable=corpus)
         ]
         if not tokens:
             raise OptionError("corpus", 0, "must have at least one text", "check the corpus file")
-        index = bm25s.BM25(method="lucene", k1=k1, b=b)
+        # The default backend makes 64-bit indices, and needs much more memory on the way.
+        index = bm25s.BM25(method="lucene", k1=k1, b=b, csc_backend="scipy")
         if self._vocabulary:
             index.index((tokens, self._vocabulary), create_empty_token=False, show_progress=False)
         scores = index.scores if self._vocabulary else {"data": [], "indices": [], "indptr": [0, 0]}

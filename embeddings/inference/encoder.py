@@ -489,7 +489,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 # Config fields that do not affect vectors: the origin, and settings that each process chooses.
-_IRRELEVANT_FIELDS = (
+IRRELEVANT_FIELDS = (
     *("_name_or_path", "_attn_implementation", "_experts_implementation", "architectures", "auto_map"),
     *("dtype", "torch_dtype", "transformers_version", "use_cache"),
 )
@@ -527,7 +527,7 @@ def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{name} adapters", {key: (config.lora_alpha, config.use_rslora) for key, config in adapters.items()}
         if isinstance(child, PreTrainedModel):
             fields = child.config.to_dict()
-            yield name, {key: value for key, value in fields.items() if key not in _IRRELEVANT_FIELDS}
+            yield name, {key: value for key, value in fields.items() if key not in IRRELEVANT_FIELDS}
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -379,32 +379,13 @@ def encode_corpus(
         task: The shards that this process encodes; None for all.
     """
     folder = Path(output)
-    shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
-    require_shard_size(shard_size)
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
-    require_format(vector_format, encoder.embedding_dim)
     # Errors in the corpus or the prompt are found before anything is written.
-    num_documents, text_bytes = 0, 0
-    for document in read_corpus(corpus, columns, encoder.show_progress):
-        num_documents += 1
-        text_bytes += len(document.text)
-    encoder.encode([""], prompt_name, context, role=role)
-    fields = {
-        "kind": "vectors",
-        "corpus_sha256": file_sha256(corpus),
-        "columns": dict(sorted((columns or {}).items())),
-        "num_documents": num_documents,
-        "model_sha256": embedder_sha256(encoder),
-        "precision": str(encoder.dtype).removeprefix("torch."),
-        "embedding_dim": encoder.embedding_dim,
-        "prompt_name": prompt_name,
-        "role": role,
-        **({"similarity": "dot"} if encoder.embedder.compares_lengths else {}),
-        **({"context": None} if context is None else context.manifest_fields()),
-        "shard_size": shard_size,
-        "vector_format": vector_format,
-    }
+    fields, text_bytes = encoding_fields(
+        encoder, corpus, folder, prompt_name, role, columns, shard_size, vector_format, context
+    )
+    num_documents, shard_size = fields["num_documents"], fields["shard_size"]
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
@@ -442,6 +423,44 @@ def encode_corpus(
         lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)}
     )
     return VectorFolder.open(folder) if is_finished else None
+
+
+def encoding_fields(
+    encoder: Encoder,
+    corpus: str | PathLike[str],
+    folder: Path,
+    prompt_name: PromptChoice = None,
+    role: TextRole = "document",
+    columns: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    vector_format: VectorFormat = "float32",
+    context: Context | None = None,
+) -> tuple[dict[str, Any], int]:
+    """What determines the output of `encode_corpus`, and the number of characters of all texts; reads the corpus."""
+    shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
+    require_shard_size(shard_size)
+    require_format(vector_format, encoder.embedding_dim)
+    num_documents, text_bytes = 0, 0
+    for document in read_corpus(corpus, columns, encoder.show_progress):
+        num_documents += 1
+        text_bytes += len(document.text)
+    encoder.encode([""], prompt_name, context, role=role)
+    fields = {
+        "kind": "vectors",
+        "corpus_sha256": file_sha256(corpus),
+        "columns": dict(sorted((columns or {}).items())),
+        "num_documents": num_documents,
+        "model_sha256": embedder_sha256(encoder),
+        "precision": str(encoder.dtype).removeprefix("torch."),
+        "embedding_dim": encoder.embedding_dim,
+        "prompt_name": prompt_name,
+        "role": role,
+        **({"similarity": "dot"} if encoder.embedder.compares_lengths else {}),
+        **({"context": None} if context is None else context.manifest_fields()),
+        "shard_size": shard_size,
+        "vector_format": vector_format,
+    }
+    return fields, text_bytes
 
 
 def _default_shard_size(encoder: Encoder, folder: Path) -> int:

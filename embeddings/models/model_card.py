@@ -40,7 +40,7 @@ from embeddings.models.poolings import pooling_name
 # An `Embedder`, whose file imports this one.
 Embedder = Any
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
-_SCORES = "\n## Scores\n"
+_SCORES, _LIMITS = "\n## Scores\n", "\n## Limits\n"
 _MAX_CHARACTERS = 200
 _FIX_UPLOAD = "check the name, the token and the network; add --update if the repository exists"
 _FIX_BY_STATUS = {
@@ -84,11 +84,14 @@ def write_model_card(
     *,
     licence: str | None = None,
     location: Path | None = None,
+    base: str | None = None,
+    sections: Mapping[str, str] | None = None,
 ) -> None:
     """Write the card of a model directory with the scores of its `scores.json`.
 
     `location` is the folder that `folder` will replace, and that the card's commands load. A card in it that the user
-    wrote or changed is kept.
+    wrote or changed is kept. `base` is the model that this one was made from, without training facts. `sections` are
+    further ones, Markdown by title.
     """
     location = folder if location is None else location
     if keeps_card(location):
@@ -96,7 +99,7 @@ def write_model_card(
     training = facts if isinstance(facts, TrainingFacts) else None
     origin = facts if isinstance(facts, ImportFacts) else None
     sources = [] if training is None else _sources(training.config)
-    models = [] if training is None else _backbones(training.config)
+    models = [name for name in (base,) if name is not None] if training is None else _backbones(training.config)
     bases = [hub for hub in map(_hub_name, [origin.source, *origin.base] if origin else models) if hub]
     needs_code = any(folder.glob("*.py"))
     data = ModelCardData(
@@ -125,6 +128,7 @@ def write_model_card(
         validation=training.validation[-1] if training and training.validation else None,
         has_curves=(folder / CURVES_FILE).is_file(),
         licence=licence and plain(licence),
+        sections=sections or {},
     )
     _save(card, folder)
 
@@ -152,6 +156,24 @@ def add_scores(folder: Path) -> bool:
         return False
     _save(ModelCard.load(folder / CARD_FILE), folder)
     record_files(folder, SCORES_FILE)
+    return True
+
+
+def add_section(folder: Path, title: str, text: str) -> bool:
+    """Add a section to a directory's generated card, or replace that of this title; returns whether the card shows it.
+
+    `text` is Markdown without headings of the first two levels.
+    """
+    if not is_own_card(folder / CARD_FILE):
+        return False
+    card = ModelCard.load(folder / CARD_FILE)
+    before, _, old = card.text.partition(f"\n## {title}\n")
+    rest = old.partition("\n## ")
+    content = f"{before}\n## {rest[2]}" if rest[1] else before
+    before, limits, after = content.partition(_LIMITS)
+    card.text = f"{before.rstrip()}\n\n## {title}\n\n{text}\n{limits}{after}"
+    write_text(folder / CARD_FILE, str(card).rstrip("\n") + "\n")
+    record_files(folder, CARD_FILE)
     return True
 
 
@@ -211,8 +233,8 @@ def stated_licence(folder: Path) -> str | None:
 
 
 def _origin(facts: ImportFacts) -> str:
-    rows: dict[str, Any] = {"imported from": _shown_name(facts.source), "revision": facts.revision}
-    rows |= {"merged into": ", ".join(map(_shown_name, facts.base)), "kind of checkpoint": facts.family}
+    rows: dict[str, Any] = {"imported from": shown_name(facts.source), "revision": facts.revision}
+    rows |= {"merged into": ", ".join(map(shown_name, facts.base)), "kind of checkpoint": facts.family}
     rows |= {"vectors computed as for": facts.used_as}
     return _known(rows | {"tensors read": f"{facts.num_used:,}", "tensors left out": f"{facts.num_left:,}"})
 
@@ -221,7 +243,7 @@ def _training(facts: TrainingFacts) -> str:
     model = _within(facts.config, "model")
     versions = _within(facts.record, "versions")
     rows: dict[str, Any] = {"method": _class_name(model)}
-    rows["backbone"] = ", ".join(map(_shown_name, _backbones(facts.config)))
+    rows["backbone"] = ", ".join(map(shown_name, _backbones(facts.config)))
     rows |= {part: _class_name(_within(model, "init_args", part)) for part in ("pooling", "loss", "optimizer")}
     rows |= {"optimiser steps": facts.num_steps, "seed": facts.config.get("seed_everything")}
     rows |= {"processes": facts.record.get("world_size"), "commit": facts.record.get("commit")}
@@ -274,7 +296,7 @@ def _portable(value: Any) -> Any:
     if isinstance(value, bool | int | float):
         return value
     text = str(value)
-    return _shown_name(text) if text.startswith(("/", "~", ".", "$")) else text
+    return shown_name(text) if text.startswith(("/", "~", ".", "$")) else text
 
 
 def _backbones(config: Mapping[str, Any]) -> list[str]:
@@ -298,7 +320,8 @@ def _hub_dataset(source: Mapping[str, Any]) -> str | None:
     return path.removeprefix("hub:") if isinstance(path, str) and path.startswith("hub:") else None
 
 
-def _shown_name(name: str) -> str:
+def shown_name(name: str) -> str:
+    """A Hub id, or the last component of a path."""
     return _hub_name(name) or f".../{Path(name).name}"
 
 

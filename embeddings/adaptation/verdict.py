@@ -1,0 +1,494 @@
+"""The verdict on a model and what was made of it: scores of each variant on test queries, and a recommendation.
+
+Variants, the simplest first: the starting model, its fusion with BM25 (hybrid), its vectors whitened for the corpus,
+each trained model, and each trained model fused with BM25. BM25 alone is shown, and is not a candidate.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.adaptation.rankings import (
+    REAL,
+    Encoded,
+    Ranked,
+    RetrievalSet,
+    Rows,
+    SimilaritySet,
+    dense_rows,
+    encode_set,
+    fused_rows,
+    pair_cosines,
+    read_general_sets,
+    read_test_sets,
+    words_rows,
+)
+from embeddings.adaptation.whitening import MIN_DOCUMENTS, Whitening
+from embeddings.common import InputError
+from embeddings.common.io import GENERATOR
+from embeddings.common.process import logger
+from embeddings.common.text import format_table
+from embeddings.evaluation import Difference, paired_bootstrap, spearman
+from embeddings.evaluation.bootstrap import bootstrap
+from embeddings.evaluation.runner import CUTOFFS
+from embeddings.inference import BM25, Encoder, FusionRule, Precision
+from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.models.model_files import resolve_model
+
+BM25_ALONE, START, HYBRID, WHITENED, TRAINED = "BM25", "start", "hybrid", "whitened", "trained"
+METRICS = ("ndcg_at_10", "recall_at_10", "recall_at_100")
+# With fewer queries of people no trained model is recommended: an interval is then wider than a usual gain.
+MIN_REAL_QUERIES = 50
+# The group of all queries that were made from the documents.
+PSEUDO = "made from the documents"
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The means of a variant over queries, and nDCG@10 of variant - start with its interval; None for the start."""
+
+    metrics: dict[str, float]
+    difference: Difference | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The scores of all variants on the queries of one kind in one data set."""
+
+    data: str
+    kind: str
+    num_queries: int
+    scores: dict[str, Score]
+
+
+@dataclass(frozen=True)
+class General:
+    """The scores of the variants without BM25 on a set of another domain, and variant - start with 95 % intervals."""
+
+    data: str
+    metric: str
+    num_rows: int
+    values: dict[str, float]
+    differences: dict[str, Difference]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The recommended variant, why, and what each further step buys over it on the real queries.
+
+    Attributes:
+        variant: The simplest variant that is not significantly worse than the best one.
+        best: The variant with the highest nDCG@10 among the candidates.
+        num_real_queries: The number of queries that people wrote, over all data sets.
+        gain: nDCG@10 of the recommended variant - start; None for the start.
+        steps: nDCG@10 of each later candidate - the recommended one.
+        reasons: The decision in sentences.
+    """
+
+    variant: str
+    best: str
+    num_real_queries: int
+    gain: Difference | None
+    steps: dict[str, Difference]
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of `compare`.
+
+    Attributes:
+        models: The directory or Hub id of each model, by its variant.
+        counts: Documents and queries of each data set.
+        groups: Scores by data set and kind of query, all real queries first.
+        general: Scores on sets of other domains; empty if none were named.
+        recommendation: What to use.
+        tests: The data sets.
+        ranked: What each variant found, for each data set.
+    """
+
+    models: dict[str, str]
+    language: str
+    rule: FusionRule
+    counts: dict[str, dict[str, int]]
+    groups: list[Group]
+    general: list[General]
+    recommendation: Recommendation
+    tests: list[RetrievalSet] = field(repr=False)
+    ranked: list[dict[str, Ranked]] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON types, without the scores of each query."""
+        names = ("models", "language", "counts")
+        facts: dict[str, Any] = {"generator": GENERATOR, **{name: getattr(self, name) for name in names}}
+        facts |= {"fusion": asdict(self.rule), "min_real_queries": MIN_REAL_QUERIES}
+        facts["groups"] = [_plain(group) for group in self.groups]
+        facts["general"] = [_plain(each) for each in self.general]
+        return facts | {"recommendation": _plain(self.recommendation)}
+
+    def query_rows(self) -> list[dict[str, Any]]:
+        """One row per query: its kind, and nDCG@10 and the ids of the ten first documents of each variant."""
+        rows = []
+        for test, ranked in zip(self.tests, self.ranked, strict=True):
+            ids = test.ids_of(each.first_QK for each in ranked.values())
+            for row, query in enumerate(test.folder.query_ids):
+                found = {
+                    name: [ids[place] for place in each.first_QK[row].tolist() if place >= 0]
+                    for name, each in ranked.items()
+                }
+                scores = {name: round(float(each.metrics["ndcg_at_10"][row]), 6) for name, each in ranked.items()}
+                about = {
+                    "data": test.name,
+                    "_id": query,
+                    "text": test.folder.queries[row],
+                    "kind": str(test.kinds[row]),
+                }
+                rows.append({**about, "ndcg_at_10": scores, "documents": found})
+        return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Difference):
+        return value._asdict()
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def compare(
+    start: str,
+    trained: Sequence[str],
+    data: Sequence[str | PathLike[str]],
+    output: str | PathLike[str],
+    *,
+    general: Sequence[str | PathLike[str]] = (),
+    language: str = ENGLISH,
+    rule: FusionRule | None = None,
+    precision: Precision = "auto",
+    context_size: int | None = None,
+) -> Verdict:
+    """Score all variants on the test queries of retrieval folders, and recommend one.
+
+    The scores are those of `evaluate` and `evaluate --hybrid`. A query is one that a person wrote, unless its row in
+    `queries.jsonl` has another `kind` than `real`. Only real queries decide; those of several folders count together.
+
+    Args:
+        start: The starting model, a directory or Hub id.
+        trained: Models trained from it, the simplest first.
+        data: Retrieval folders, or folders of them.
+        output: The folder whose subfolder `vectors` keeps the vectors of the documents for a later call.
+        general: Folders of retrieval or similarity data of other domains, on which forgetting is measured.
+        language: Language of the texts for BM25 (see `bm25.tokenizer`).
+        rule: How scores are fused; None for z-scores with weight 0.2 of BM25.
+        precision: Precision of matrix products.
+        context_size: Number of documents that a contextual model draws as context from each corpus; None for none.
+
+    Raises:
+        InputError: If a folder cannot be read; all are read before a model is loaded.
+    """
+    rule, tokenize = rule or FusionRule(), tokenizer(language)
+    tests, others = read_test_sets(data), read_general_sets(general)
+    models = _models(start, trained)
+    encoded = _encode_all(models, [*tests, *others], Path(output), precision, context_size)
+    ranked, whitenings = [], list[Whitening | None]()
+    for test, each in zip(tests, encoded, strict=False):
+        rows, whitening = _variant_rows(test, each, BM25(test.folder.documents, tokenize), rule)
+        ranked.append({name: Ranked.of(test, row_QK) for name, row_QK in rows.items()})
+        whitenings.append(whitening)
+    groups = [group for test, each in zip(tests, ranked, strict=True) for group in _groups(test, each)]
+    pairs = zip(others, encoded[len(tests) :], strict=True)
+    of_general = [_general(other, each, whitenings[0]) for other, each in pairs]
+    counts = {test.name: _counts(test) for test in tests}
+    decision = recommend(_real_scores(tests, ranked), list(models)[1:])
+    return Verdict(models, language, rule, counts, groups, of_general, decision, tests, ranked)
+
+
+def rank_queries(
+    start: str,
+    trained: Sequence[str],
+    corpus: str | PathLike[str],
+    queries: Mapping[str, str],
+    output: str | PathLike[str],
+    *,
+    language: str = ENGLISH,
+    rule: FusionRule | None = None,
+    precision: Precision = "auto",
+    context_size: int | None = None,
+) -> dict[str, list[list[str]]]:
+    """The ids of the ten first documents of each variant for queries without judgments, such as a log.
+
+    Args:
+        start: See `compare`, as for all other arguments.
+        trained: See `compare`.
+        corpus: The corpus file.
+        queries: Texts by id.
+        output: See `compare`; the vectors of the same folder are read.
+        language: See `compare`.
+        rule: See `compare`.
+        precision: See `compare`.
+        context_size: See `compare`.
+    """
+    test = RetrievalSet.unlabelled(Path(corpus), queries)
+    models, tokenize = _models(start, trained), tokenizer(language)
+    (encoded,) = _encode_all(models, [test], Path(output), precision, context_size)
+    rows, _ = _variant_rows(test, encoded, BM25(test.folder.documents, tokenize), rule or FusionRule())
+    ids = test.ids_of(rows.values())
+    return {
+        name: [[ids[place] for place in row_K[: min(CUTOFFS)].tolist() if place >= 0] for row_K in row_QK]
+        for name, row_QK in rows.items()
+    }
+
+
+def _models(start: str, trained: Sequence[str]) -> dict[str, str]:
+    """The models by their variants; an error if one is not there."""
+    models = {START: start, **_labels(trained)}
+    for model in models.values():
+        resolve_model(model)
+    return models
+
+
+def _encode_all(
+    models: Mapping[str, str],
+    sets: Sequence[RetrievalSet | SimilaritySet],
+    output: Path,
+    precision: Precision,
+    context_size: int | None,
+) -> list[dict[str, Encoded]]:
+    """Each set as each model encoded it; one model at a time is in memory."""
+    encoded: list[dict[str, Encoded]] = [{} for _ in sets]
+    for label, model in models.items():
+        logger.info("%s: %s", label, model)
+        encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
+        for each, by_label in zip(sets, encoded, strict=True):
+            by_label[label] = encode_set(encoder, each, output, context_size)
+        del encoder
+    return encoded
+
+
+def _variant_rows(
+    test: RetrievalSet, encoded: Mapping[str, Encoded], words: BM25, rule: FusionRule
+) -> tuple[dict[str, Rows], Whitening | None]:
+    """The best 100 documents of each query by each variant, (Q, K), and the whitening of the corpus."""
+    of_start, trained = encoded[START], [label for label in encoded if label != START]
+    whitening = None if of_start.compares_lengths else Whitening.of(of_start.tiles())
+    rows = {BM25_ALONE: words_rows(test, words), START: dense_rows(test, of_start)}
+    rows[HYBRID] = fused_rows(test, of_start, words, rule)
+    if whitening is not None:
+        rows[WHITENED] = dense_rows(test, of_start, whitening)
+    else:
+        logger.info("%s: not whitened, which needs %d documents and cosines", test.name, MIN_DOCUMENTS)
+    rows |= {label: dense_rows(test, encoded[label]) for label in trained}
+    rows |= {f"{label} + {HYBRID}": fused_rows(test, encoded[label], words, rule) for label in trained}
+    return rows, whitening
+
+
+def _labels(trained: Sequence[str]) -> dict[str, str]:
+    """The names of trained models as variants."""
+    if len(trained) == 1:
+        return {TRAINED: trained[0]}
+    names = [Path(model).name for model in trained]
+    labels = [name if names.count(name) == 1 else model for name, model in zip(names, trained, strict=True)]
+    if len(set(labels)) < len(labels):
+        raise InputError("--trained", f"{max(labels, key=labels.count)} is named twice", "name each model once")
+    return {f"{TRAINED} {label}": model for label, model in zip(labels, trained, strict=True)}
+
+
+def variants(trained: Sequence[str]) -> list[str]:
+    """All variants in order: BM25, then the candidates, the simplest first."""
+    return [BM25_ALONE, START, HYBRID, WHITENED, *trained, *(f"{label} + {HYBRID}" for label in trained)]
+
+
+def _counts(test: RetrievalSet) -> dict[str, int]:
+    kinds, counts = np.unique(test.kinds, return_counts=True)
+    by_kind = {f"queries: {kind}": int(count) for kind, count in zip(kinds, counts, strict=True)}
+    num_relevant = int(np.count_nonzero(test.folder.qrels.relevance_J > 0))
+    return {"documents": len(test.folder.documents), "relevant pairs": num_relevant, **by_kind}
+
+
+def _groups(test: RetrievalSet, ranked: Mapping[str, Ranked]) -> list[Group]:
+    """The scores on real queries, on those made from the documents, and on each kind of the latter if several."""
+    real_Q = test.is_real_Q
+    rows_of = {REAL: real_Q, PSEUDO: ~real_Q}
+    kinds = sorted(set(test.kinds[~real_Q].tolist()))
+    rows_of |= {kind: test.kinds == kind for kind in kinds if len(kinds) > 1}
+    groups = []
+    for kind, is_in_Q in rows_of.items():
+        if is_in_Q.any():
+            scores = {}
+            for name, each in ranked.items():
+                means = {metric: float(each.metrics[metric][is_in_Q].mean()) for metric in METRICS}
+                ndcg_Q, start_Q = (one.metrics["ndcg_at_10"][is_in_Q] for one in (each, ranked[START]))
+                scores[name] = Score(means, None if name == START else paired_bootstrap(ndcg_Q, start_Q))
+            groups.append(Group(test.name, kind, int(is_in_Q.sum()), scores))
+    return groups
+
+
+def _general(
+    each: RetrievalSet | SimilaritySet, encoded: Mapping[str, Encoded], whitening: Whitening | None
+) -> General:
+    """The scores on a set of another domain: nDCG@10, or the rank correlation of cosines with human scores."""
+    of_start = encoded[START]
+    # The whitening of the first corpus, with which a whitened model would be written.
+    used = {START: (of_start, None), **({} if whitening is None else {WHITENED: (of_start, whitening)})}
+    used |= {label: (one, None) for label, one in encoded.items() if label != START}
+    if isinstance(each, RetrievalSet):
+        scores = {
+            name: Ranked.of(each, dense_rows(each, *options)).metrics["ndcg_at_10"] for name, options in used.items()
+        }
+        values = {name: float(score_Q.mean()) for name, score_Q in scores.items()}
+        differences = {name: paired_bootstrap(score_Q, scores[START]) for name, score_Q in scores.items()}
+        metric, num_rows = "ndcg_at_10", len(scores[START])
+    else:
+        human_N, cosines = each.score_N, {name: pair_cosines(*options) for name, options in used.items()}
+        values = {name: spearman(cosine_N, human_N) for name, cosine_N in cosines.items()}
+        differences = {
+            name: bootstrap(partial(_change, cosine_N, cosines[START], human_N), len(human_N))
+            for name, cosine_N in cosines.items()
+            if name != START
+        }
+        metric, num_rows = "cosine_spearman", len(human_N)
+    differences.pop(START, None)
+    return General(each.name, metric, num_rows, values, differences)
+
+
+def _change(cosine_N: Floats, start_N: Floats, human_N: Floats, row_N: npt.NDArray[np.int64]) -> float:
+    """The difference of two Spearman correlations with human scores, over rows that may be repeated."""
+    from scipy.stats import rankdata
+
+    rank_3N = rankdata(np.stack([cosine_N, start_N, human_N])[:, row_N], axis=1)
+    rank_3N -= rank_3N.mean(axis=1, keepdims=True)
+    length_3 = np.linalg.norm(rank_3N, axis=1)
+    # A side without differences correlates with nothing, as in `spearman`.
+    new, old = (rank_3N[:2] @ rank_3N[2]) / np.where(length_3[:2] * length_3[2] > 0, length_3[:2] * length_3[2], 1.0)
+    return float(new - old)
+
+
+def _real_scores(tests: Sequence[RetrievalSet], ranked: Sequence[Mapping[str, Ranked]]) -> dict[str, Floats]:
+    """nDCG@10 of each variant on the real queries of all sets, if every set with such queries has the variant."""
+    pairs = [(test, each) for test, each in zip(tests, ranked, strict=True) if test.is_real_Q.any()]
+    first = pairs[0][1] if pairs else ranked[0]
+    names = [name for name in first if all(name in each for _, each in pairs)]
+    return {
+        name: np.concatenate([
+            np.empty(0),
+            *(each[name].metrics["ndcg_at_10"][test.is_real_Q] for test, each in pairs),
+        ])
+        for name in names
+    }  # fmt: skip
+
+
+def recommend(score_of: Mapping[str, Floats], trained: Sequence[str] = (TRAINED,)) -> Recommendation:
+    """The simplest variant that is not significantly worse than the best, by the real queries.
+
+    Significantly worse: the two-sided 95 % interval of the paired bootstrap over the queries lies below 0. Without real
+    queries it is the start; with fewer than 50, the best and the recommended one are not a trained model.
+
+    Args:
+        score_of: nDCG@10 of each variant for each real query, (Q,) float64 each; the start's is needed.
+        trained: The names of the trained models.
+    """
+    num_queries, needs = len(score_of[START]), [name for name in variants(trained) if name in score_of]
+    models = {*trained, *(f"{label} + {HYBRID}" for label in trained)} & {*needs}
+    candidates = [name for name in needs if name != BM25_ALONE]
+    if not num_queries:
+        reasons = [
+            "Not measured on your queries: all queries were made from the documents, and such queries judge poorly.",
+            "The starting model is kept.",
+        ]
+        return Recommendation(START, START, 0, None, {}, reasons)
+    reasons = []
+    if num_queries < MIN_REAL_QUERIES and models:
+        reasons.append(
+            f"No trained model can be recommended by {num_queries} real queries: with fewer than {MIN_REAL_QUERIES}, "
+            "the interval of a difference is wider than the usual gain of training."
+        )
+        candidates = [name for name in candidates if name not in models]
+    best = max(candidates, key=lambda name: float(score_of[name].mean()))
+    behind = {name: paired_bootstrap(score_of[name], score_of[best]) for name in candidates}
+    chosen = next(name for name in candidates if behind[name].high >= 0)
+    if chosen == START and best == START:
+        reasons.append("No other variant has a higher nDCG@10 than the starting model, which is kept.")
+    elif chosen == START:
+        reasons.append(
+            f"The starting model is not significantly worse than the best variant, {best} "
+            f"({behind[START]}), and is kept."
+        )
+    else:
+        worse = ", ".join(f"{one} {behind[one]}" for one in candidates[: candidates.index(chosen)])
+        reasons.append(
+            f"{chosen} has the highest nDCG@10 of {num_queries} real queries, and simpler variants are significantly "
+            f"worse: {worse}."
+            if chosen == best
+            else f"{chosen} is the simplest variant that is not significantly worse than the best one by {num_queries} "
+            f"real queries, {best}. Significantly worse: {worse}."
+        )
+    gain = None if chosen == START else paired_bootstrap(score_of[chosen], score_of[START])
+    later = needs[needs.index(chosen) + 1 :]
+    steps = {name: paired_bootstrap(score_of[name], score_of[chosen]) for name in later}
+    return Recommendation(chosen, best, num_queries, gain, steps, reasons)
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """The verdict as text tables: scores by data set, nDCG@10 by kind of query, other domains, the recommendation."""
+    parts = []
+    mains = [groups[0] for groups in _by_data(verdict.groups)]
+    for group in mains:
+        head = (f"{group.data}: {group.num_queries} queries, {group.kind}", "nDCG@10", "recall@10", "recall@100")
+        rows: list[tuple[str, ...]] = [(*head, "nDCG@10 - start")]
+        for name, score in group.scores.items():
+            values = (f"{score.metrics[metric]:.4f}" for metric in METRICS)
+            rows.append((name, *values, "" if score.difference is None else marked(score.difference)))
+        parts.append(format_table(rows, "<"))
+    others = [group for group in verdict.groups if group not in mains]
+    if others:
+        names = list(dict.fromkeys(name for group in others for name in group.scores))
+        table: list[tuple[str, ...]] = [("nDCG@10 by kind of query", "queries", *names)]
+        for group in others:
+            scores = (group.scores.get(name) for name in names)
+            cells = ("" if score is None else f"{score.metrics['ndcg_at_10']:.4f}" for score in scores)
+            table.append((f"{group.data}: {group.kind}", str(group.num_queries), *cells))
+        parts.append(format_table(table, "<"))
+    parts.append(_general_table(verdict.general))
+    decision = verdict.recommendation
+    lines = [f"recommended: {decision.variant}", *decision.reasons]
+    lines += [f"{name} - {decision.variant}: {marked(step)}" for name, step in decision.steps.items()]
+    parts.append("\n".join(lines))
+    note = "* the 95 % interval (paired bootstrap over the queries) excludes 0"
+    return "\n\n".join([*parts, note])
+
+
+def _general_table(general: Sequence[General]) -> str:
+    if not general:
+        return "forgetting: not measured; name data of other domains with --general"
+    names = list(dict.fromkeys(name for each in general for name in each.values))
+    rows: list[tuple[str, ...]] = [("other domains", "metric", START, *(f"{name} - start" for name in names[1:]))]
+    for each in general:
+        cells = (marked(each.differences[name]) if name in each.differences else "" for name in names[1:])
+        rows.append((each.data, each.metric, f"{each.values[START]:.4f}", *cells))
+    return format_table(rows, "<")
+
+
+def _by_data(groups: Sequence[Group]) -> list[list[Group]]:
+    starts = [0, *(place for place, (a, b) in enumerate(pairwise(groups), 1) if a.data != b.data), len(groups)]
+    return [list(groups[start:stop]) for start, stop in pairwise(starts)]
+
+
+def marked(difference: Difference) -> str:
+    """A difference with its interval, and a star if the interval excludes 0."""
+    return f"{difference}{'*' if difference.is_significant else ''}"
+
+
+def model_of(verdict: Verdict, variant: str) -> str:
+    """The directory or Hub id of the model of a variant."""
+    return fspath(verdict.models.get(variant.removesuffix(f" + {HYBRID}"), verdict.models[START]))

@@ -1,0 +1,134 @@
+"""`compare`, `interpolate` and `whiten`: what was made of a model, the verdict on it, and how it is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from embeddings.adaptation.path import (
+    DEFAULT_SHARE,
+    best_share,
+    check_path,
+    interpolate_models,
+    path_scores,
+)
+from embeddings.adaptation.report import write_verdict_page
+from embeddings.adaptation.verdict import compare as compare_models
+from embeddings.adaptation.verdict import format_verdict
+from embeddings.adaptation.whitening import write_whitened
+from embeddings.common import InputError, OptionError
+from embeddings.common.io import write_json, write_manifest, write_text
+from embeddings.common.jobs import JobFolder, discard_on_user_error
+from embeddings.common.own_folder import require_replaceable
+from embeddings.common.process import tune_malloc
+from embeddings.common.text import format_table
+from embeddings.evaluation.folders import read_retrieval_folder
+from embeddings.inference import Precision
+from embeddings.inference.bm25 import ENGLISH
+
+VERDICT = {"kind": "verdict"}
+
+
+def compare(
+    start: str,
+    data: Path | list[Path],
+    output: Path,
+    trained: str | list[str] | None = None,
+    general: Path | list[Path] | None = None,
+    language: str = ENGLISH,
+    precision: Precision = "auto",
+    context_size: int | None = None,
+) -> None:
+    """Score a model, what was trained from it, BM25, hybrid search and whitening on test queries, and recommend one.
+
+    It recommends the simplest variant that is not significantly worse than the best one. Only queries that people wrote
+    decide: rows of `queries.jsonl` without a `kind`, or of the kind `real`. With fewer than 50 of them no trained model
+    is recommended. To resume, run the same command again: finished vectors are kept.
+
+    Args:
+        start: The starting model, a directory or Hub id.
+        data: A retrieval folder with test queries, or a folder of them; several as `[FOLDER, FOLDER]`.
+        output: The folder to write: `verdict.json`, `queries.jsonl` with the scores of each query, `report.html`, and
+            the documents' vectors, which a later comparison in this folder reads.
+        trained: A model that was trained from it; several as `[MODEL, MODEL]`, the simplest first.
+        general: Data of other domains, on which forgetting is measured: folders of retrieval data, or of sentence pairs
+            with scores; several as `[FOLDER, FOLDER]`.
+        language: Language of the texts for BM25, as PyStemmer names it, or `none` for words without stemming.
+        precision: Format of matrix products.
+        context_size: Number of documents that a contextual model draws as context from each corpus.
+    """
+    roots, others = (_listed(each) for each in (data, general))
+    models = [] if trained is None else [trained] if isinstance(trained, str) else trained
+    if not roots:
+        raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
+    tune_malloc()
+    with discard_on_user_error(output, unless=lambda: (output / "vectors").exists()):
+        folder = JobFolder(output, VERDICT).folder
+        options: dict[str, Any] = {"general": others, "language": language, "precision": precision}
+        verdict = compare_models(start, models, roots, folder, context_size=context_size, **options)
+    write_json(folder / "verdict.json", verdict.to_dict())
+    rows = (json.dumps(row, ensure_ascii=False) for row in verdict.query_rows())
+    write_text(folder / "queries.jsonl", "".join(f"{row}\n" for row in rows))
+    write_verdict_page(verdict, folder / "report.html")
+    write_manifest(folder, {**VERDICT, "complete": True})
+    print(format_verdict(verdict))
+    print(f"\nwrote {folder / 'report.html'}, verdict.json and queries.jsonl")
+
+
+def _listed(value: Path | list[Path] | None) -> list[Path]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def interpolate(
+    start: str,
+    trained: str,
+    output: Path,
+    share: float | None = None,
+    data: Path | None = None,
+    precision: Precision = "auto",
+) -> None:
+    """Write a model between a starting model and what was trained from it: (1 - share) start + share trained.
+
+    With `data`, the shares 0, 0.25, 0.5, 0.75 and 1 are scored on its queries, and the model with the highest nDCG@10
+    is written, of equal ones the nearest to the start. Choose on other queries than you test on.
+
+    Args:
+        start: The model that training started from, a directory or Hub id.
+        trained: The directory of the trained model.
+        output: The directory to write; an existing one is replaced once the new one is complete.
+        share: The share of the trained weights, from 0 to 1; default 0.5, or the best on `data`.
+        data: A retrieval folder with validation queries.
+        precision: Format of matrix products on `data`.
+    """
+    require_replaceable(output)
+    if share is not None and data is not None:
+        raise OptionError("share", share, "excludes --data, which chooses it", "leave one of them out")
+    if data is None:
+        chosen = DEFAULT_SHARE if share is None else share
+        interpolate_models(start, trained, output, chosen)
+    else:
+        folder = read_retrieval_folder(data)
+        check_path(start, trained)
+        tune_malloc()
+        scores = path_scores(start, trained, folder, output.expanduser(), precision=precision, name=data.resolve().name)
+        chosen = best_share(scores)
+        rows = [(f"{each:g}", f"{score:.4f}", "chosen" if each == chosen else "") for each, score in scores.items()]
+        print(format_table([("share", "nDCG@10", ""), *rows], "<"))
+        listed = ", ".join(f"{score:.4f} at {each:g}" for each, score in scores.items())
+        facts = {"chosen by": f"nDCG@10 on {len(folder.queries)} validation queries: {listed}"}
+        interpolate_models(start, trained, output, chosen, facts)
+    print(f"wrote {output}: {chosen:g} of the way from {start} to {trained}")
+
+
+def whiten(model: str, vectors: Path, output: Path) -> None:
+    """Write a model whose vectors are partially whitened for a corpus, by one more linear layer.
+
+    Vectors are multiplied by (S + 0.1 m I)^(-1/4) and normalised, with S the covariance of the corpus' vectors and m
+    the mean of its eigenvalues. This helps on some corpora and hurts on others: `compare` measures it.
+
+    Args:
+        model: A model directory or Hub id.
+        vectors: The corpus, at least 512 documents, as `encode` wrote it with this model.
+        output: The directory to write; an existing one is replaced once the new one is complete.
+    """
+    found = write_whitened(model, vectors, output)
+    print(f"wrote {output}: whitened for {found.num_documents:,} documents")

@@ -1,0 +1,132 @@
+"""The documents of a corpus with their vectors in one Parquet file, as databases and vector stores read it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embeddings.common.io import atomic_path, check_disk_space, check_manifest, file_sha256, write_file_manifest
+from embeddings.common.jobs import ArrayTask, discard_on_user_error, finished_manifest, manifest_path
+from embeddings.common.progress import progress_bar
+from embeddings.common.text import PromptChoice, TextRole
+from embeddings.data.readers import open_reader
+from embeddings.inference.encoder import Encoder
+from embeddings.inference.vector_folder import VectorFolder, bytes_per_vector, encode_corpus, encoding_fields
+
+_VECTOR = "vector"
+_SHARD_FIELDS = ("shard_size", "kind")
+
+
+class VectorTable(NamedTuple):
+    """A Parquet file of vectors: its path, its rows and the width of the vectors."""
+
+    path: Path
+    num_documents: int
+    embedding_dim: int
+
+
+def encode_table(
+    encoder: Encoder,
+    corpus: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    prompt_name: PromptChoice = None,
+    role: TextRole = "document",
+    columns: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    devices: tuple[str, ...] = (),
+    tokenizer_workers: int = 0,
+    task: ArrayTask | None = None,
+) -> VectorTable | None:
+    """Encode a corpus file into a Parquet file; None while shards of other tasks are missing.
+
+    Columns: `id`, `title` and `text` as in the corpus, `metadata` (its other fields as a JSON object, or null), and
+    `vector`, a fixed-size list of float32. Each shard is a row group, and one is in memory. The vectors are computed by
+    `encode_corpus` in the folder `OUTPUT.work`, where a killed call resumes; it may be deleted afterwards. A finished
+    file is not written again.
+
+    Args:
+        encoder: The model.
+        corpus: A corpus file (see `read_corpus`).
+        output: The file to write, with `NAME.manifest.json` beside it.
+        prompt_name: See `encode_corpus`, as for all other arguments.
+        role: See `encode_corpus`.
+        columns: See `encode_corpus`.
+        shard_size: See `encode_corpus`.
+        devices: See `encode_corpus`.
+        tokenizer_workers: See `encode_corpus`.
+        task: See `encode_corpus`.
+    """
+    target = Path(output)
+    work = target.with_name(f"{target.name}.work")
+    texts: dict[str, Any] = {"prompt_name": prompt_name, "role": role, "columns": columns, "shard_size": shard_size}
+    fields, _ = encoding_fields(encoder, corpus, work, **texts)
+    # The size of the shards has no effect on the rows.
+    fields = {"kind": "vector_table", **{name: fields[name] for name in fields if name not in _SHARD_FIELDS}}
+    if finished_manifest(target, fields) is None:
+        with discard_on_user_error(work, task=task):
+            options: dict[str, Any] = {"devices": devices, "tokenizer_workers": tokenizer_workers, "task": task}
+            folder = encode_corpus(encoder, corpus, work, **texts, **options)
+        if folder is None:
+            return None
+        _write(folder, corpus, columns or {}, target, fields)
+        write_file_manifest(manifest_path(target), {**fields, "output_sha256": file_sha256(target)})
+    return VectorTable(target, fields["num_documents"], fields["embedding_dim"])
+
+
+def _write(
+    folder: VectorFolder,
+    corpus: str | PathLike[str],
+    columns: Mapping[str, str],
+    target: Path,
+    fields: Mapping[str, Any],
+) -> None:
+    check_manifest(folder.path, {"corpus_sha256": fields["corpus_sha256"]})
+    width, rows = folder.embedding_dim, _rows(Path(corpus), columns)
+    about = {name: fields[name] for name in ("model_sha256", "precision", "prompt_name", "role")}
+    schema = pa.schema(
+        [
+            *((name, pa.large_string()) for name in ("id", "title", "text", "metadata")),
+            (_VECTOR, pa.list_(pa.float32(), width)),
+        ],
+        {"embeddings": json.dumps(about)},
+    )
+    check_disk_space(target, folder.num_documents * bytes_per_vector("float32", width))
+    # Vectors of a model hardly shrink.
+    compression = dict.fromkeys(schema.names[:-1], "zstd") | {f"{_VECTOR}.list.element": "none"}
+    options: dict[str, Any] = {"compression": compression, "use_dictionary": False}
+    with (
+        atomic_path(target) as temporary,
+        pq.ParquetWriter(temporary, schema, **options) as writer,
+        progress_bar(folder.num_documents, f"writing {target.name}", "document") as bar,
+    ):
+        for shard in range(folder.shards.num_shards):
+            documents = folder.documents(folder.shards.rows(shard))
+            titles, texts, others = zip(*islice(rows, len(documents)), strict=True)
+            vector_nD = np.ascontiguousarray(folder.shards.load(shard), dtype=np.float32)
+            arrays = [
+                pa.array([document.document_id for document in documents], pa.large_string()),
+                *(pa.array(column, pa.large_string()) for column in (titles, texts, others)),
+                pa.FixedSizeListArray.from_arrays(pa.array(vector_nD.reshape(-1)), width),
+            ]
+            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=len(documents))
+            bar.update(len(documents))
+
+
+def _rows(corpus: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None, str, str | None]]:
+    """The title, the text, and all other fields as JSON, of each row of a corpus that `read_corpus` has checked."""
+    text, title, identifier = (columns.get(name, name) for name in ("text", "title", "_id"))
+    with open(corpus, "rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    names = pq.read_schema(fspath(corpus)).names if is_parquet else [text, title, identifier]
+    used = {text, title, identifier} | ({"id"} if identifier == "_id" else set())
+    for _, fields in open_reader(corpus, names, (text,)):
+        others = {name: value for name, value in fields.items() if name not in used and value is not None}
+        metadata = json.dumps(others, ensure_ascii=False, default=str) if others else None
+        yield fields.get(title), fields[text], metadata
