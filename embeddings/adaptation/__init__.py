@@ -3,11 +3,14 @@
 from embeddings.adaptation.corpus import PassageReport, write_passages
 from embeddings.adaptation.passages import Splitter, TokenCounter
 from embeddings.adaptation.path import best_share, interpolate_models, path_scores
+from embeddings.adaptation.queries import QueriesReport, QuerySettings, make_queries
 from embeddings.adaptation.verdict import Recommendation, Verdict, compare, format_verdict, rank_queries, recommend
 from embeddings.adaptation.whitening import Whitening, write_whitened
 
 __all__ = [
     "PassageReport",
+    "QueriesReport",
+    "QuerySettings",
     "Recommendation",
     "Splitter",
     "TokenCounter",
@@ -17,6 +20,7 @@ __all__ = [
     "compare",
     "format_verdict",
     "interpolate_models",
+    "make_queries",
     "path_scores",
     "rank_queries",
     "recommend",

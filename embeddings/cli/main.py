@@ -54,6 +54,9 @@ COMMANDS = {
     ),
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "train, evaluate and search in minutes"),
     "passages": Command("embeddings.cli.passages:passages", "cut documents into passages", ("documents",)),
+    "queries": Command(
+        "embeddings.cli.queries:queries", "make queries for passages, and hold documents out", ("passages",)
+    ),
     "encode": Command("embeddings.cli.retrieval:encode", "encode the texts of a file into a folder of vectors"),
     "index": Command("embeddings.cli.retrieval:index", "build an index of encoded vectors, for faster search"),
     "search": Command(
@@ -105,8 +108,8 @@ COMMANDS = {
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
 # Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
-LONG_COMMANDS = RESUMING | {"quickstart", "passages", "index", "evaluate", "export", "push", "import", "convert"}
-LONG_COMMANDS = (LONG_COMMANDS | {"interpolate", "whiten", "report", "show"}) - {"sweep"}
+LONG_COMMANDS = RESUMING | {"quickstart", "passages", "queries", "index", "evaluate", "export", "push", "import"}
+LONG_COMMANDS = (LONG_COMMANDS | {"interpolate", "whiten", "convert", "report", "show"}) - {"sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",

@@ -18,7 +18,7 @@ from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.text import canonical
 from embeddings.data.near_duplicates import KEY_BYTES, NearDuplicates, Shingle
 from embeddings.data.store import CachedSource, StoredRow, Table
-from embeddings.inference.bm25 import BM25, word_tokens
+from embeddings.inference.bm25 import BM25, Tokenize, word_tokens
 
 COPY, NEAR_COPY = 1, 2
 # A record that no rule removes; the rules' codes start at 1.
@@ -177,18 +177,21 @@ class Decontaminator:
     Args:
         evaluation: The evaluation texts.
         bm25_threshold: Minimum coverage of a similar text, > 0 and <= 1; None to check equality only.
+        tokenize: Splits texts into the tokens of the coverage.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 (a BM25 threshold; value and scale are not
         stated). Differs: the score is divided by the evaluation text's score for itself; exact matches go first.
     """
 
-    def __init__(self, evaluation: EvaluationTexts, bm25_threshold: float | None = None) -> None:
+    def __init__(
+        self, evaluation: EvaluationTexts, bm25_threshold: float | None = None, tokenize: Tokenize = word_tokens
+    ) -> None:
         if not any(evaluation):
             raise OptionError("decontaminate", 0, "must have at least one text", "name a folder of evaluation data")
         if bm25_threshold is not None and not 0 < bm25_threshold <= 1:
             rule = "must be > 0 and <= 1"
             raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts only")
-        self.evaluation, self.bm25_threshold = evaluation, bm25_threshold
+        self.evaluation, self.bm25_threshold, self._tokenize = evaluation, bm25_threshold, tokenize
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -226,10 +229,10 @@ class Decontaminator:
             for side in self.evaluation:
                 texts = []
                 with bar.item(len(side)):
-                    tokens = map(word_tokens, side)
+                    tokens = map(self._tokenize, side)
                     sized = tracked(zip(side, tokens, strict=True), len(side), "", "text", lambda _: 1, share=0.5)
                     texts = [text for text, words in sized if len(set(words)) >= MIN_TOKENS]
-                    indexes.append(BM25(texts) if texts else None)
+                    indexes.append(BM25(texts, self._tokenize) if texts else None)
         return indexes
 
 

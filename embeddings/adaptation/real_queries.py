@@ -1,0 +1,276 @@
+"""Queries that people asked: logs, pairs and labelled folders, and the file that asks for judgements."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from embeddings.adaptation.candidates import Passage, key_of, read_passages
+from embeddings.adaptation.sentences import words
+from embeddings.common.errors import InputError, OptionError, shown
+from embeddings.common.io import atomic_path, check_regular
+from embeddings.common.text import canonical
+from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
+from embeddings.evaluation.folders import read_retrieval_folder
+
+# The names of each field; the first one that a row has is used.
+_NAMES = {
+    "query": ("query", "question", "text"),
+    "passage": ("passage", "passage_id", "document", "file"),
+    "answer": ("answer", "positive"),
+    "relevant": ("relevant",),
+}
+_HINT = "write query and, if known, passage, document or answer"
+_GRADES = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0, "0": 0.0, "1": 1.0, "2": 2.0, "3": 3.0}
+# Queries that are read of a log, the most frequent first, and answers that are looked for in the passages.
+MAX_QUERIES, MAX_ANSWERS = 10_000, 5_000
+# An answer is in a passage, or a passage in an answer, that has this share of its words, and so many different words.
+_CONTAINED, _LEAST_ANSWER, _LEAST_PASSAGE = 0.9, 4, 20
+_BLOCK_PASSAGES = 512
+
+
+class Label(NamedTuple):
+    """A judgement of a query (its row): a grade, and the name of a passage, document or file, or an answer's text."""
+
+    query: int
+    grade: float
+    name: str
+    answer: str
+
+
+class QueryLog(NamedTuple):
+    """Different queries, and their judgements, if there are any; `num_unjudged` rows have `relevant: null`."""
+
+    queries: list[str]
+    labels: list[Label]
+    num_unjudged: int = 0
+
+
+class _TextReader(LineReader):
+    """Lines of text as rows with the field `query`."""
+
+    def _blocks(self) -> Iterator[Block]:
+        for first, lines in self._chunks():
+            try:
+                texts = [line.decode() for line in lines]
+            except UnicodeDecodeError:
+                raise InputError(f"{self.path}:{first}", "is not valid UTF-8", "save the file as UTF-8") from None
+            numbers = [number for number, text in enumerate(texts, first) if text.strip()]
+            if numbers:
+                yield Block(str(self.path), numbers, [{"query": text.strip()} for text in texts if text.strip()])
+
+
+def read_log(path: Path, columns: Mapping[str, str] | None = None) -> QueryLog:
+    """The queries of a log (JSON lines, CSV, TSV, Parquet, or text with one a line) or a retrieval folder.
+
+    A row has `query` (or `question`, `text`). A judgement is the name of its `passage`, `document` or `file`, or the
+    text of an `answer` (or `positive`, also a list), and perhaps `relevant`: true, false, a grade from 0 to 3, or null
+    for a row that is not judged yet. Rows with one query are one query.
+
+    Args:
+        path: A file or folder.
+        columns: Column name of `query`, `passage`, `answer` or `relevant` where it differs.
+    """
+    if unknown := next((name for name in columns or {} if name not in _NAMES), None):
+        raise OptionError("query_columns", unknown, f"must map {', '.join(_NAMES)}", "write {query: COLUMN}")
+    check_regular(path)
+    if path.is_dir():
+        return _read_folder(path)
+    names = {**_NAMES, **{name: (column,) for name, column in (columns or {}).items()}}
+    count, row_of, labels, num_unjudged = list[int](), dict[str, int](), list[Label](), 0
+    texts = list[str]()
+    for where, fields in _open(path, [name for each in names.values() for name in each]):
+        found = {field: next((fields[name] for name in each if fields.get(name) is not None), None)
+                 for field, each in names.items()}  # fmt: skip
+        query = found["query"]
+        if not isinstance(query, str) or not query.strip():
+            raise InputError(where, f"has no query (found: {shown(', '.join(map(str, fields)))})", _HINT)
+        row = row_of.setdefault(key_of(query), len(row_of))
+        if row == len(texts):
+            texts.append(" ".join(query.split()))
+            count.append(0)
+        count[row] += 1
+        is_judged = any(fields.get(name) is not None for name in names["relevant"])
+        if not is_judged and any(name in fields for name in names["relevant"]):
+            num_unjudged += 1
+        else:
+            grade = _grade(where, found["relevant"]) if is_judged else 1.0
+            labels += [Label(row, grade, *label) for label in _labels(where, found)]
+    if not labels:
+        order = np.argsort(-np.array(count), kind="stable")[:MAX_QUERIES]
+        texts = [texts[row] for row in order.tolist()]
+    return QueryLog(texts, labels, num_unjudged)
+
+
+def _open(path: Path, fields: Sequence[str]) -> Iterable[Row]:
+    """The rows of a file; one that is neither a table nor JSON is text with one query a line."""
+    reader: Reader = open_reader(path, fields, fields[:1])
+    if isinstance(reader, JsonlReader):
+        lines = _TextReader(path, reader.gzipped)
+        if lines.first_line().lstrip()[:1] != b"{":
+            return lines
+    return reader
+
+
+def _labels(where: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    name, answers = found["passage"], found["answer"]
+    if name is not None:
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise InputError(where, f"passage is {shown(name)}", "write its id, or the name of its document")
+        yield str(name), ""
+        return
+    for answer in answers if isinstance(answers, list) else [answers]:
+        if isinstance(answer, str) and answer.strip():
+            yield "", answer
+        elif answer is not None:
+            raise InputError(where, f"answer is {shown(answer)}", "write it as a text or a list of texts")
+
+
+def _grade(where: str, value: Any) -> float:
+    grade = _GRADES.get(str(value).strip().lower().removesuffix(".0"))
+    if grade is None:
+        raise InputError(where, f"relevant is {shown(value)}", "write true, false, a grade from 0 to 3, or null")
+    return grade
+
+
+def _read_folder(path: Path) -> QueryLog:
+    folder = read_retrieval_folder(path)
+    rows = zip(
+        folder.qrels.query_J.tolist(), folder.qrels.document_J.tolist(), folder.qrels.relevance_J.tolist(), strict=True
+    )
+    labels = [
+        Label(query, grade, folder.document_ids[document], folder.documents[document] if grade > 0 else "")
+        for query, document, grade in rows
+    ]
+    return QueryLog(list(folder.queries), labels)
+
+
+class Judgements:
+    """The judged passages of each query, found while the passages are gone through once.
+
+    Attributes:
+        grades: The grade of each judged passage, by the row of the query.
+        documents: The documents of each query's relevant passages.
+    """
+
+    def __init__(self, log: QueryLog) -> None:
+        self._log = log
+        self._by_name: dict[str, list[Label]] = {}
+        for label in log.labels:
+            if label.name:
+                self._by_name.setdefault(label.name, []).append(label)
+        self._found = set[str]()
+        self.grades: dict[int, dict[str, float]] = {}
+        self.documents: dict[int, set[str]] = {}
+
+    def add(self, passage: Passage) -> None:
+        """Record the judgements that name a passage, or else its document or file."""
+        for name in (passage.id, passage.document, passage.file):
+            if name in self._by_name:
+                self._found.add(name)
+                for label in self._by_name[name]:
+                    self._record(label.query, passage, label.grade)
+                return
+
+    def _record(self, query: int, passage: Passage, grade: float) -> None:
+        grades = self.grades.setdefault(query, {})
+        grades[passage.id] = max(grade, grades.get(passage.id, grade))
+        if grade > 0:
+            self.documents.setdefault(query, set()).add(passage.document)
+
+    @property
+    def missing(self) -> list[Label]:
+        """The judgements whose passage was not found."""
+        return [label for label in self._log.labels if label.name not in self._found]
+
+    def find_answers(self, path: Path) -> None:
+        """Find the passages that contain the answers of missing judgements, or that the answers contain."""
+        labels = [label for label in self.missing if label.grade > 0 and len({*words(label.answer)}) >= _LEAST_ANSWER]
+        labels = labels[:MAX_ANSWERS]
+        column_of: dict[str, int] = {}
+        answers = [{column_of.setdefault(word, len(column_of)) for word in words(label.answer)} for label in labels]
+        if not answers:
+            return
+        matrix_AV, length_A = _rows(answers, len(column_of)), np.array([len(answer) for answer in answers])
+        remaining = read_passages(path)
+        while block := list(islice(remaining, _BLOCK_PASSAGES)):
+            tokens = [{*words(f"{passage.title} {passage.text}")} for passage in block]
+            length_P = np.array([len(each) for each in tokens])
+            matrix_PV = _rows(
+                [{column_of[word] for word in each if word in column_of} for each in tokens], len(column_of)
+            )
+            shared_AP = (matrix_AV @ matrix_PV.T).tocoo()
+            answer_K, passage_K = shared_AP.coords
+            is_in_K = shared_AP.data >= _CONTAINED * length_A[answer_K]
+            is_long_K = length_P[passage_K] >= _LEAST_PASSAGE
+            is_in_K |= is_long_K & (shared_AP.data >= _CONTAINED * length_P[passage_K])
+            for answer, passage in zip(answer_K[is_in_K].tolist(), passage_K[is_in_K].tolist(), strict=True):
+                self._record(labels[answer].query, block[passage], labels[answer].grade)
+
+
+def _rows(rows: Sequence[set[int]], width: int) -> sparse.csr_array:
+    columns = np.array([column for row in rows for column in sorted(row)], np.int64)
+    ends = np.cumsum([0, *map(len, rows)])
+    return sparse.csr_array((np.ones(len(columns), np.int32), columns, ends), shape=(len(rows), width))
+
+
+# Items of the label file for one query, and the ranks in which variants are compared.
+_PER_QUERY, _DEPTH = 5, 10
+Ints = npt.NDArray[np.int64]
+
+
+def deciding_items(rankings: Mapping[str, Ints], limit: int = 100) -> list[tuple[int, int]]:
+    """The queries and passages whose judgement decides most between variants, the most decisive first.
+
+    A relevant passage adds 1 / log2(1 + rank) to the DCG@10 of a variant. An item decides as much as this addition
+    varies between the variants (its standard deviation). Of one query at most five items are chosen.
+
+    Args:
+        rankings: For each variant, the passages ranked for each query, (Q, K) rows, best first, -1 for none.
+        limit: Maximum items.
+
+    Returns:
+        Rows of query and passage; none on which all variants agree.
+    """
+    if len(rankings) < 2 or len({len(ranked_QK) for ranked_QK in rankings.values()}) != 1:
+        raise ValueError("two or more variants must rank the same queries")
+    gain: dict[tuple[int, int], list[float]] = {}
+    for number, ranked_QK in enumerate(rankings.values()):
+        for query, passages in enumerate(ranked_QK[:, :_DEPTH].tolist()):
+            for rank, passage in enumerate(passages, 1):
+                if passage >= 0:
+                    gain.setdefault((query, passage), [0.0] * len(rankings))[number] = 1 / np.log2(1 + rank)
+    spread = {item: float(np.std(values)) for item, values in gain.items()}
+    chosen, count = list[tuple[int, int]](), dict[int, int]()
+    for item in sorted(spread, key=lambda item: (-round(spread[item], 9), item)):
+        if spread[item] > 1e-9 and count.get(item[0], 0) < _PER_QUERY and len(chosen) < limit:
+            count[item[0]] = count.get(item[0], 0) + 1
+            chosen.append(item)
+    return chosen
+
+
+def write_label_file(path: Path, queries: Sequence[str], passages: Path, items: Sequence[tuple[int, int]]) -> int:
+    """Write the items to judge as JSON lines with `relevant: null`, grouped by query; returns their number.
+
+    `read_log` reads the file back once `relevant` is true, false or a grade from 0 to 3 in some of the rows.
+
+    Args:
+        path: The file to write.
+        queries: The texts of all queries.
+        passages: The file of passages; the rows of `items` count from 0.
+        items: Rows of query and passage (see `deciding_items`).
+    """
+    wanted = {passage for _, passage in items}
+    rows = {row: passage for row, passage in enumerate(read_passages(passages)) if row in wanted}
+    first = {query: number for number, (query, _) in reversed(list(enumerate(items)))}
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for query, row in sorted(items, key=lambda item: first[item[0]]):
+            texts = {"title": rows[row].title, "text": rows[row].text}
+            item = {"query": canonical(queries[query]), "passage": rows[row].id, **texts, "relevant": None}
+            file.write(json.dumps(item, ensure_ascii=False) + "\n")
+    return len(items)

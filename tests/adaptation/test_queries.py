@@ -1,0 +1,300 @@
+"""Pairs and evaluation folders for passages: what is held out, what each file contains, and what is refused."""
+
+import json
+
+import pytest
+
+from embeddings.adaptation import queries
+from embeddings.adaptation.candidates import key_of
+from embeddings.adaptation.queries import MIN_PASSAGES, QuerySettings, make_queries
+from embeddings.adaptation.real_queries import read_log
+from embeddings.adaptation.sentences import words
+from embeddings.common import InputError, OptionError
+from embeddings.common.io import check_file
+from embeddings.data import SourceConfig
+from embeddings.data.store import open_cached
+from embeddings.evaluation import read_evaluation_folder
+from embeddings.inference.bm25 import BM25
+from embeddings.mining import EvaluationTexts
+from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.helpers.interrupts import interrupted_at
+from tests.helpers.refusals import refused
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return passage_rows()
+
+
+@pytest.fixture(scope="module")
+def passages(rows, tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("passages") / "passages.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def made(passages, tmp_path_factory):
+    """The folder for passages without real queries, and the report."""
+    folder = tmp_path_factory.mktemp("made") / "queries"
+    return folder, make_queries(passages, folder)
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def asked(rows, numbers):
+    """Judged queries about passages."""
+    return [{"query": f"where is {rows[each]['text'].split()[1]}", "passage": rows[each]["_id"]} for each in numbers]
+
+
+def test_no_document_is_on_both_sides(rows, made):
+    folder, report = made
+    pairs, test = read_rows(folder / "pairs.jsonl"), read_rows(folder / "evaluation-pseudo" / "queries.jsonl")
+    document_of = {row["_id"]: row["document"] for row in rows}
+    trained, tested = {row["document"] for row in pairs}, {document_of[row["passage"]] for row in test}
+    assert len(trained) > 40
+    assert len(tested) > 8
+    assert trained.isdisjoint(tested)
+    assert all(document_of[row["passage"]] == row["document"] for row in pairs)
+    assert report.counts["held_out_documents"] == 12
+    assert report.counts["documents"] == 60
+    assert report.counts["pairs"] == len(pairs)
+    assert report.counts["pseudo_test_queries"] == len(test)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("evaluation-pseudo", "manifest.json", "pairs.jsonl", "summary.json")
+    ]
+
+
+def test_a_sentence_is_not_in_its_positive(rows, made):
+    folder, _ = made
+    text_of = {row["_id"]: row["text"] for row in rows}
+    title_of = {row["_id"]: row["title"] for row in rows}
+    pairs = read_rows(folder / "pairs.jsonl")
+    kinds = {row["kind"] for row in pairs}
+    assert kinds == {"sentence", "heading"}
+    for row in pairs:
+        whole, title = text_of[row["passage"]], title_of[row["passage"]]
+        if row["kind"] == "sentence":
+            assert row["query"] in whole
+            assert row["query"] not in row["positive"]
+            assert sorted(f"{row['query']} {row['positive']}".split()) == sorted(f"{title} {whole}".split())
+        else:
+            assert row["query"] == title.partition(" > ")[2]
+            assert row["positive"] == whole
+    counts = [sum(row["passage"] == each and row["kind"] == "sentence" for row in pairs) for each in text_of]
+    assert max(counts) == 3
+
+
+def test_the_pseudo_test_searches_passages_without_the_query(rows, made):
+    folder, _ = made
+    read = read_evaluation_folder(folder / "evaluation-pseudo")
+    test = read_rows(folder / "evaluation-pseudo" / "queries.jsonl")
+    assert [len(read.documents), len(read.queries)] == [len(rows), len(test)]
+    assert len({row["passage"] for row in test}) == len(test)
+    changed = {row["passage"]: row for row in test}
+    for row, text in zip(rows, read.documents, strict=True):
+        original = f"{row['title']} {row['text']}"
+        if row["_id"] in changed:
+            assert changed[row["_id"]]["text"] not in text
+            assert len(text) < len(original)
+        else:
+            assert text == original
+    # The words of the rest still find most passages.
+    ranked_QK, _ = BM25(read.documents, words).search(read.queries, 10)
+    ids = [*read.document_ids]
+    found = [row["passage"] in {ids[each] for each in ranked_QK[number]} for number, row in enumerate(test)]
+    assert sum(found) > 0.9 * len(test)
+
+
+def test_the_pairs_are_a_source_of_training_records(made, tmp_path):
+    folder, report = made
+    source = open_cached(SourceConfig("own", str(folder / "pairs.jsonl")), tmp_path)
+    assert len(source.table) == report.counts["pairs"] > 300
+
+
+def test_the_summary_counts_every_candidate(made):
+    folder, report = made
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["counts"] == report.counts
+    for kind, counts in summary["kinds"].items():
+        kept = counts["training"] + counts["pseudo_test"]
+        # Candidates of held-out passages that already have a query are neither.
+        assert 0 < kept + sum(counts["rejected"].values()) <= counts["proposed"], kind
+    assert sum(counts["training"] for counts in summary["kinds"].values()) == report.counts["pairs"]
+    for name in files(folder):
+        check_file(folder / name)
+
+
+def test_the_same_inputs_give_the_same_bytes_and_are_recognised(passages, made, tmp_path):
+    folder, report = made
+    again = make_queries(passages, tmp_path / "again")
+    assert files(tmp_path / "again") == files(folder)
+    assert not again.reused
+    reused = make_queries(passages, tmp_path / "again")
+    assert reused.reused
+    assert (reused.counts, reused.kinds) == (report.counts, report.kinds)
+    other = make_queries(passages, tmp_path / "again", settings=QuerySettings(seed=1))
+    assert not other.reused
+    assert files(tmp_path / "again")["pairs.jsonl"] != files(folder)["pairs.jsonl"]
+
+
+def test_real_queries_are_test_and_validation_and_their_documents_are_held_out(rows, passages, tmp_path):
+    log = write_rows(tmp_path / "log.jsonl", asked(rows, range(0, 80, 4)))
+    report = make_queries(passages, tmp_path / "out", log=log)
+    parts = {}
+    for name, size in (("evaluation", 15), ("validation", 5)):
+        read = read_evaluation_folder(tmp_path / "out" / name)
+        assert len(read.queries) == size == report.counts[f"{name}_queries"]
+        assert len(read.documents) == len(rows)
+        parts[name] = {*read.queries}
+    assert parts["evaluation"].isdisjoint(parts["validation"])
+    assert {row["query"] for row in read_rows(log)} == parts["evaluation"] | parts["validation"]
+    judged = {rows[each]["document"] for each in range(0, 80, 4)}
+    trained = {row["document"] for row in read_rows(tmp_path / "out" / "pairs.jsonl")}
+    assert trained.isdisjoint(judged)
+    # Without judgements 12 documents would be held out; now these are the only ones.
+    assert report.counts["held_out_documents"] == len(judged) == 16
+    corpora = [tmp_path / "out" / name / "corpus.jsonl" for name in parts]
+    assert corpora[0].read_bytes() == corpora[1].read_bytes()
+
+    options = {"hold_out_judged": False, "validation_share": 0.5}
+    report = make_queries(passages, tmp_path / "out", log=log, settings=QuerySettings(**options))
+    assert report.counts["held_out_documents"] == 0
+    assert report.counts["validation_queries"] == report.counts["evaluation_queries"] == 10
+    assert {row["document"] for row in read_rows(tmp_path / "out" / "pairs.jsonl")} & judged
+    assert not (tmp_path / "out" / "evaluation-pseudo").exists()
+
+
+def test_training_queries_that_resemble_evaluation_queries_are_removed(rows, passages, made, tmp_path):
+    folder, _ = made
+    copied = [row for row in read_rows(folder / "pairs.jsonl") if row["kind"] == "sentence"][:5]
+    texts = [copied[0]["query"].upper(), " ".join(copied[1]["query"].split()[:-1])]
+    report = make_queries(passages, tmp_path / "out", evaluation=EvaluationTexts(texts, []))
+    remaining = {key_of(row["query"]) for row in read_rows(tmp_path / "out" / "pairs.jsonl")}
+    assert report.kinds["sentence"]["rejected"]["resembles an evaluation query"] == 2
+    assert [key_of(row["query"]) in remaining for row in copied] == [False, False, True, True, True]
+
+
+def test_a_query_of_two_passages_is_no_query_and_of_near_copies_one_remains(tmp_path):
+    rows = passage_rows()
+    shared = f"{rows[0]['text'].split('. ')[0]}."
+    # Another passage has a sentence of the first one, where it is no query.
+    rows[250]["text"] = f"{rows[250]['text']} {shared}"
+    made = make_queries(write_rows(tmp_path / "p.jsonl", rows), tmp_path / "out", settings=QuerySettings(per_passage=9))
+    assert made.kinds["sentence"]["rejected"]["several passages have it"] == 1
+    texts = {row["query"] for row in read_rows(tmp_path / "out" / "pairs.jsonl")}
+    assert shared not in texts
+    rows = passage_rows()
+    rows[200]["text"] = rows[0]["text"].replace("near ", "near a ")
+    made = make_queries(
+        write_rows(tmp_path / "p.jsonl", rows), tmp_path / "near", settings=QuerySettings(per_passage=9)
+    )
+    assert made.kinds["sentence"]["rejected"]["near-copy of another query"] >= 3
+    names = ["evaluation-pseudo/queries.jsonl", "pairs.jsonl"]
+    found = [row for name in names for row in read_rows(tmp_path / "near" / name)]
+    texts = [row.get("query", row.get("text")).replace("near a ", "near ") for row in found]
+    assert texts.count(shared) <= 1
+    assert len(set(texts)) == len(texts)
+
+
+def linked(rows, source, text, target):
+    return [{**row, "links": [[text, target]]} if number == source else row for number, row in enumerate(rows)]
+
+
+def test_the_text_of_a_link_asks_for_its_target(tmp_path, rows):
+    """A link leads to the first passage of a file, relative to its own, or to the section that it names."""
+    target = rows[40]
+    name, section = target["file"].removeprefix("folder/"), rows[42]
+    slug = "-".join(section["title"].partition(" > ")[2].casefold().split())
+    first, other = (f"{row['text'].split('.')[1].split()[1]} of the kind" for row in (target, section))
+    changed = linked(linked(rows, 100, first, name), 105, other, f"../{target['file']}#{slug}")
+    changed = linked(linked(changed, 110, "another page entirely", "https://example.org/x"), 115, "go here", name)
+    settings = QuerySettings(seed=next(seed for seed in range(50) if _all_trained(rows, seed, (40, 100, 105))))
+    make_queries(write_rows(tmp_path / "p.jsonl", changed), tmp_path / "out", settings=settings)
+    found = [row for row in read_rows(tmp_path / "out" / "pairs.jsonl") if row["kind"] == "anchor"]
+    assert {(row["query"], row["passage"]) for row in found} == {(first, target["_id"]), (other, section["_id"])}
+    assert all(target["document"] == row["document"] for row in found)
+
+
+def _all_trained(rows, seed, numbers):
+    """Whether no document of some passages is held out."""
+    from embeddings.common.random import derive_seed
+
+    hashes = {row["document"]: derive_seed(seed, "queries", row["document"]) for row in rows}
+    held_out = sorted(hashes, key=hashes.__getitem__)[:12]
+    return not any(rows[number]["document"] in held_out for number in numbers)
+
+
+def test_few_passages_give_an_evaluation_and_no_pairs(rows, tmp_path):
+    few = write_rows(tmp_path / "few.jsonl", rows[: MIN_PASSAGES - 20])
+    log = write_rows(tmp_path / "log.jsonl", asked(rows, (0, 40, 80)))
+    report = make_queries(few, tmp_path / "out", log=log)
+    assert report.counts["pairs"] == 0
+    assert "too few to train on: 200 are needed" in report.notes[0]
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"evaluation", "validation", "evaluation-pseudo", "manifest.json", "summary.json"}
+    # Without real queries there is still the pseudo test.
+    assert make_queries(few, tmp_path / "out").counts["pseudo_test_queries"] > 10
+
+
+def test_one_document_is_never_held_out(rows, tmp_path):
+    one = [{**row, "document": "same"} for row in rows]
+    report = make_queries(write_rows(tmp_path / "p.jsonl", one), tmp_path / "out")
+    assert report.counts["held_out_documents"] == report.counts["pseudo_test_queries"] == 0
+    assert report.counts["pairs"] > 300
+    assert "there is one document" in report.notes[0]
+    two = [{**row, "document": "a" if number < 250 else "b"} for number, row in enumerate(rows)]
+    report = make_queries(write_rows(tmp_path / "two.jsonl", two), tmp_path / "two", settings=QuerySettings(seed=4))
+    assert report.counts["held_out_documents"] == 1
+
+
+def test_queries_without_judgements_serve_for_the_file_of_labels(rows, passages, tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("where is it\nwho is it\n")
+    report = make_queries(passages, tmp_path / "out", log=log)
+    assert [row["text"] for row in read_rows(tmp_path / "out" / "unjudged.jsonl")] == ["where is it", "who is it"]
+    assert "the queries name no passages" in report.notes[0]
+    assert report.counts["evaluation_queries"] == 0
+    assert report.counts["pairs"] > 300
+    rows = [{"query": "where is it", "passage": "p000001", "relevant": None}]
+    report = make_queries(passages, tmp_path / "out", log=write_rows(tmp_path / "label_me.jsonl", rows))
+    assert "no row is judged" in report.notes[0]
+    assert read_log(tmp_path / "out" / "unjudged.jsonl").queries == ["where is it"]
+
+
+def test_some_unknown_passages_are_counted_and_only_unknown_ones_refused(rows, passages, tmp_path):
+    some = [*asked(rows, (0, 40)), {"query": "lost", "passage": "unknown"}]
+    report = make_queries(passages, tmp_path / "out", log=write_rows(tmp_path / "log.jsonl", some))
+    assert "1 of 3 real queries name no passage" in report.notes[0]
+    log = write_rows(tmp_path / "lost.jsonl", some[2:])
+    refused(InputError, "no query names a relevant passage", make_queries, passages, tmp_path / "new", log=log)
+    irrelevant = [{**asked(rows, (0,))[0], "relevant": 0}]
+    log = write_rows(tmp_path / "zero.jsonl", irrelevant)
+    refused(InputError, "no query names a relevant passage", make_queries, passages, tmp_path / "new", log=log)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_be_used_is_refused_before_anything_is_written(passages, tmp_path):
+    refused(OptionError, "held_out_share", QuerySettings, held_out_share=1.0)
+    refused(OptionError, "per_passage", QuerySettings, per_passage=0)
+    refused(OptionError, "near_duplicates", QuerySettings, near_duplicates=0.2)
+    settings = QuerySettings(held_out_share=0)
+    refused(OptionError, "there would be no test", make_queries, passages, tmp_path / "out", settings=settings)
+    empty = write_rows(tmp_path / "empty.jsonl", [{"text": "no sentence"}, {"text": ""}])
+    refused(InputError, "offer no queries", make_queries, empty, tmp_path / "out")
+    refused(InputError, "cannot be read", make_queries, tmp_path / "missing.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    refused(OptionError, "must be new, empty or written by this library", make_queries, passages, tmp_path / "mine")
+
+
+def test_an_interrupted_run_leaves_the_earlier_folder(passages, made, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    make_queries(passages, folder)
+    before = files(folder)
+    monkeypatch.setattr(queries, "_write_pseudo", interrupted_at(queries._write_pseudo))
+    with pytest.raises(KeyboardInterrupt):
+        make_queries(passages, folder, settings=QuerySettings(seed=1))
+    assert files(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
