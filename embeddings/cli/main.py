@@ -57,6 +57,9 @@ COMMANDS = {
     "queries": Command(
         "embeddings.cli.queries:queries", "make queries for passages, and hold documents out", ("passages",)
     ),
+    "adapt": Command(
+        "embeddings.cli.adapt:adapt", "from one's own documents to better search, measured", ("documents",)
+    ),
     "encode": Command("embeddings.cli.retrieval:encode", "encode the texts of a file into a folder of vectors"),
     "index": Command("embeddings.cli.retrieval:index", "build an index of encoded vectors, for faster search"),
     "search": Command(
@@ -106,7 +109,7 @@ COMMANDS = {
     "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
-RESUMING = {"prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
+RESUMING = {"adapt", "prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
 # Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
 LONG_COMMANDS = RESUMING | {"quickstart", "passages", "queries", "index", "evaluate", "export", "push", "import"}
 LONG_COMMANDS = (LONG_COMMANDS | {"interpolate", "whiten", "convert", "report", "show"}) - {"sweep"}

@@ -1,0 +1,248 @@
+"""`adapt`: from one's own documents to better search over them, measured, by the commands that do each step."""
+
+import json
+import math
+import shlex
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from embeddings.adaptation.real_queries import deciding_items, write_label_file
+from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
+from embeddings.cli.parser import CONFIGS
+from embeddings.common import InputError, OptionError
+from embeddings.common.errors import program
+from embeddings.common.io import file_sha256, write_manifest, write_text
+from embeddings.common.jobs import JobFolder, discard_on_user_error
+from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.models import Embedder
+from embeddings.models.model_files import PACKAGED_NAME, resolve_model
+
+CONFIG = CONFIGS / "own_pairs.yaml"
+LEARNING_RATE, BATCH_SIZE, NUM_NEGATIVES = 3e-5, 32, 1
+# Steps of training on a CPU and on a GPU, at most one pass over the pairs.
+MAX_STEPS, MAX_GPU_STEPS = 80, 500
+# Items of the file of labels, and queries of which they are chosen.
+MAX_LABELS, MAX_LABELLED_QUERIES = 100, 500
+
+
+def adapt(
+    documents: Path,
+    output: Path,
+    model: str = PACKAGED_NAME,
+    queries: Path | None = None,
+    query_columns: dict[str, str] | None = None,
+    columns: dict[str, str] | None = None,
+    training: Path | None = None,
+    general: Path | list[Path] | None = None,
+    language: str = ENGLISH,
+    hold_out_judged: bool = True,
+    minutes: float = 30.0,
+    seed: int = 0,
+    dry_run: bool = False,
+) -> None:
+    """Adapt a model to one's own documents, measure what it gained, and index the documents for search.
+
+    Runs `passages`, `queries`, `mine`, `fit`, `interpolate`, `compare`, `encode` and `index`, and prints each command,
+    which can be run by itself. A trained model is recommended only by at least 50 real queries (`--queries`). To
+    resume, run the same command again: finished steps are kept.
+
+    Args:
+        documents: A folder of documents, or a file (see `passages`).
+        output: The folder to write: each step's output, the recommended model's index, and `verdict/report.html`.
+        model: The starting model, a directory or Hub id.
+        queries: Real queries: a log, pairs, or a labelled evaluation folder (see `queries`).
+        query_columns: Columns of the log that are named differently, such as `{query: q, passage: page}`.
+        columns: Columns of tables that are named differently, such as `{text: body}`.
+        training: The config of training; its model, data, outputs and number of steps are replaced. Default:
+            `own_pairs.yaml`.
+        general: Data of other domains, on which forgetting is measured (see `compare`).
+        language: Language of the documents for BM25, as PyStemmer names it, or `none` for words without stemming.
+        hold_out_judged: Whether documents with relevant passages of real queries are not trained on (see `queries`).
+        minutes: Maximum time of training, without the other steps.
+        seed: Seed of the random choices.
+        dry_run: Whether to print the commands, and run nothing.
+    """
+    if not 0 < minutes < math.inf:
+        raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
+    training = CONFIG if training is None else training
+    tokenizer(language)
+    for name, path in (("documents", documents), ("--queries", queries), ("--training", training)):
+        if path is not None and not path.expanduser().exists():
+            raise InputError(str(path), "no such file or folder", f"check the path of {name}")
+    resolve_model(model)
+    steps = Steps(output.expanduser(), model, language, seed, dry_run)
+    inputs = ["--queries", queries] if queries is not None else []
+    inputs += [] if hold_out_judged else ["--hold-out-judged", "false"]
+    inputs += ["--query-columns", json.dumps(query_columns)] if query_columns else []
+    renamed = ["--columns", json.dumps(columns)] if columns else []
+    others = general if isinstance(general, list) else [general] if general else []
+    if dry_run:
+        steps.run(documents, renamed, inputs, training, others, minutes)
+        return
+    fields: dict[str, Any] = {"kind": "adaptation", "model": model, "language": language, "seed": seed}
+    fields |= {"documents": str(documents.expanduser().resolve()), "minutes": minutes}
+    fields |= {"training_sha256": file_sha256(training)}
+    with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
+        JobFolder(steps.output, fields)
+        steps.run(documents, renamed, inputs, training, others, minutes)
+    write_manifest(steps.output, {**fields, "complete": True})
+
+
+class Steps:
+    """The commands of one adaptation, which share a folder."""
+
+    def __init__(self, output: Path, model: str, language: str, seed: int, dry_run: bool) -> None:
+        self.output, self.model, self.language, self.seed, self.dry_run = output, model, language, seed, dry_run
+        self.passages, self.queries, self.adapted = output / "passages.jsonl", output / "queries", output / "adapted"
+        self._count = 0
+
+    def command(self, *words: Any) -> None:
+        """Print a command, and run it."""
+        argv, self._count = [str(word) for word in words], self._count + 1
+        print(f"\n[{self._count}] {program()} {shlex.join(argv)}", flush=True)
+        if not self.dry_run:
+            run_step(argv)
+
+    def run(
+        self,
+        documents: Path,
+        renamed: list[Any],
+        inputs: list[Any],
+        config: Path,
+        general: list[Path],
+        minutes: float,
+    ) -> None:
+        """All steps in order; without enough passages none is trained, and without a test nothing is compared."""
+        self.command("passages", documents, "--output", self.passages, "--model", self.model, *renamed)
+        self.command("queries", self.passages, "--output", self.queries, "--seed", self.seed, *inputs)
+        is_trained = self.dry_run or (self.queries / "pairs.jsonl").exists()
+        if is_trained:
+            self.train(config, minutes)
+        trained = [self.adapted] if is_trained else []
+        names = ("evaluation",) if self.dry_run else ("evaluation", "evaluation-pseudo")
+        tests = [self.queries / name for name in names if self.dry_run or (self.queries / name).exists()]
+        verdict = self.output / "verdict"
+        if tests:
+            options = ["--trained", self.adapted] if is_trained else []
+            options += ["--general", _listed(general)] if general else []
+            options += ["--language", self.language]
+            self.command("compare", "--start", self.model, "--data", _listed(tests), "--output", verdict, *options)
+        chosen, is_hybrid = recommended(verdict / "verdict.json")
+        vectors = self.output / "vectors"
+        if chosen == WHITENED:
+            corpus = self.output / "start-vectors"
+            self.encode(self.model, corpus)
+            whitened = self.output / "whitened"
+            self.command("whiten", "--model", self.model, "--vectors", corpus, "--output", whitened)
+            served = str(whitened)
+        else:
+            served = str(self.adapted) if chosen == TRAINED else self.model
+        self.encode(served, vectors)
+        if not (vectors / "words").exists():
+            self.command("index", "--vectors", vectors, "--hybrid", "--language", self.language)
+        if not self.dry_run:
+            self.label(trained, verdict)
+            hybrid = " --hybrid" if is_hybrid else ""
+            print(f"\nsearch: {program()} search --model {served} --vectors {vectors}{hybrid}")
+            if tests:
+                print(f"report: {verdict / 'report.html'}")
+
+    def encode(self, model: str, vectors: Path) -> None:
+        self.command("encode", "--model", model, "--input", self.passages, "--output", vectors)
+
+    def train(self, config: Path, minutes: float) -> None:
+        """Mine negatives, train, and write the model between the start and the trained weights."""
+        mined, trained, written = self.output / "mined.parquet", self.output / "trained", self.output / "train.yaml"
+        pairs = self.queries / "pairs.jsonl"
+        choice = ["--num-negatives", NUM_NEGATIVES, "--seed", self.seed]
+        self.command("mine", "--model", self.model, "--input", pairs, "--output", mined, *choice)
+        if not self.dry_run:
+            with open(pairs, encoding="utf-8") as file:
+                num_pairs = sum(1 for _ in file)
+            write_text(written, self.config(config, mined, trained, num_pairs, minutes))
+        if not (trained / "manifest.json").exists():
+            self.command("fit", "--config", written, "--ckpt_path", "auto")
+        if not (self.adapted / "manifest.json").exists():
+            validation = self.queries / "validation"
+            judged = ["--data", validation] if validation.exists() else []
+            models = ["--start", self.model, "--trained", trained]
+            self.command("interpolate", *models, *judged, "--output", self.adapted)
+
+    def config(self, base: Path, records: Path, trained: Path, num_pairs: int, minutes: float) -> str:
+        """The config of training: the base with this model, these records, outputs and number of steps."""
+        options: dict[str, Any] = yaml.safe_load(base.read_text("utf-8"))
+        trainer, model, data = options["trainer"], options["model"]["init_args"], options["data"]["init_args"]
+        folder, days = str(self.output / "run"), timedelta(minutes=minutes)
+        hours, rest = divmod(int(days.total_seconds()), 3600)
+        max_steps = MAX_GPU_STEPS if torch.cuda.is_available() else MAX_STEPS
+        trainer |= {"max_epochs": 1, "max_steps": max(1, min(max_steps, num_pairs // BATCH_SIZE))}
+        trainer |= {"max_time": f"{hours // 24:02}:{hours % 24:02}:{rest // 60:02}:{rest % 60:02}"}
+        trainer |= {"default_root_dir": folder}
+        trainer["logger"]["init_args"] |= {"save_dir": folder, "name": "logs"}
+        for callback in trainer["callbacks"]:
+            if callback["class_path"].endswith(".ExportModel"):
+                callback["init_args"] |= {"output": str(trained), "replace": True}
+        embedder = Embedder.from_pretrained(self.model)
+        pooling = {"class_path": f"embeddings.models.{type(embedder.pooling).__name__}"}
+        model |= {"initial_model": self.model, "pooling": {**pooling, "init_args": embedder.pooling.arguments()}}
+        model |= {"normalize": embedder.normalize}
+        model["optimizer"]["init_args"]["lr"] = LEARNING_RATE
+        # Prompts and lengths are the starting model's.
+        data.pop("text", None)
+        data |= {"batch_size": BATCH_SIZE, "num_negatives": NUM_NEGATIVES}
+        data |= {"sources": [{"name": "documents", "path": str(records)}]}
+        options["seed_everything"] = self.seed
+        return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+
+    def label(self, trained: list[Path], verdict: Path) -> None:
+        """Write what to judge if there are too few judged queries: where the variants disagree."""
+        path, found = self.output / "label_me.jsonl", verdict / "verdict.json"
+        decision = json.loads(found.read_text("utf-8"))["recommendation"] if found.exists() else {}
+        if decision.get("num_real_queries", 0) >= MIN_REAL_QUERIES:
+            return
+        sources = (self.queries / "unjudged.jsonl", self.queries / "evaluation-pseudo" / "queries.jsonl")
+        source = next((each for each in sources if each.exists()), None)
+        if source is None:
+            return
+        with open(source, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file][:MAX_LABELLED_QUERIES]
+        texts = {row["_id"]: row["text"] for row in rows}
+        models = [str(each) for each in trained]
+        ranked = rank_queries(self.model, models, self.passages, texts, verdict, language=self.language)
+        with open(self.passages, encoding="utf-8") as file:
+            row_of = {json.loads(line)["_id"]: row for row, line in enumerate(file)}
+        rankings = {}
+        for name, ids_Q in ranked.items():
+            row_QK = np.full((len(ids_Q), max(1, *map(len, ids_Q))), -1, np.int64)
+            for query, ids in enumerate(ids_Q):
+                row_QK[query, : len(ids)] = [row_of[each] for each in ids]
+            rankings[name] = row_QK
+        items = deciding_items(rankings, MAX_LABELS)
+        if items:
+            count = write_label_file(path, list(texts.values()), self.passages, items)
+            print(f"\n{path}: {count} passages to judge; set relevant to true or false, and give it as --queries")
+
+
+def _listed(paths: list[Path]) -> str:
+    return json.dumps([str(path) for path in paths]) if len(paths) > 1 else str(paths[0])
+
+
+def run_step(argv: list[str]) -> None:
+    """Run one of the commands in this process."""
+    from embeddings.cli.main import dispatch
+
+    dispatch(argv)
+
+
+def recommended(verdict: Path) -> tuple[str, bool]:
+    """The recommended variant without BM25, and whether BM25 is recommended with it."""
+    if not verdict.exists():
+        return START, False
+    variant = json.loads(verdict.read_text("utf-8"))["recommendation"]["variant"]
+    name = variant.removesuffix(f" + {HYBRID}")
+    return (START, True) if name == HYBRID else (name, name != variant)

@@ -1,0 +1,179 @@
+"""`adapt`: all steps on small documents, what it recommends and asks for, its resume, and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.growth import write_model
+from embeddings.cli import adapt
+from embeddings.cli.main import main
+from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.helpers.refusals import assert_refused
+
+NUM_DOCUMENTS = 60
+NUM_SENTENCES = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model of 512 positions, because its tokenizer knows none of the documents' words."""
+    folder = tmp_path_factory.mktemp("long")
+    write_model(folder)
+    return str(folder / "model")
+
+
+def write_documents(num_documents):
+    """Write a folder of Markdown files of five sections each; returns the rows of their passages."""
+    rows = passage_rows(num_documents)
+    for row in rows:
+        row["text"] = ".".join([*row["text"].split(".")[:NUM_SENTENCES], ""])
+        page, heading = row["title"].split(" > ")
+        path = Path("docs", row["document"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"# {page}\n\n" if file.tell() == 0 else "")
+            file.write(f"## {heading}\n\n{row['text']}\n\n")
+    return rows
+
+
+@pytest.fixture
+def documents():
+    return write_documents(NUM_DOCUMENTS)
+
+
+def run(model, *options):
+    return main(["adapt", "docs", "--output", "mine", "--model", model, *options])
+
+
+def steps(printed):
+    return [line.split()[3] for line in printed.splitlines() if line.startswith("[")]
+
+
+ALL = ["passages", "queries", "mine", "fit", "interpolate", "compare", "encode", "index"]
+
+
+def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(documents, model, capsys, monkeypatch):
+    monkeypatch.setattr(adapt, "MAX_STEPS", 2)
+    assert run(model) == 0
+    printed = capsys.readouterr().out
+    assert steps(printed) == ALL
+    assert "Not measured on your queries" in printed
+    config = yaml.safe_load(Path("mine/train.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 2
+    assert config["trainer"]["max_time"] == "00:00:30:00"
+    assert config["model"]["init_args"]["initial_model"] == model
+    # Documents are on one side: no passage of a test query's document is trained on.
+    rows = {row["_id"]: row for row in read_rows(Path("mine/passages.jsonl"))}
+    trained_on = {row["document"] for row in read_rows(Path("mine/queries/pairs.jsonl"))}
+    judged = Path("mine/queries/evaluation-pseudo/qrels.tsv").read_text().splitlines()[1:]
+    tested = {rows[line.split("\t")[1]]["document"] for line in judged}
+    assert tested
+    assert not tested & trained_on
+    # The start is kept, and its vectors are what is searched.
+    assert json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]["variant"] == "start"
+    assert printed.splitlines()[-2].startswith("search: ")
+    assert f"search --model {model} --vectors mine/vectors" in printed
+    labels = read_rows(Path("mine/label_me.jsonl"))
+    assert 0 < len(labels) <= 100
+    assert all(row["relevant"] is None and row["passage"] in rows for row in labels)
+    # Judged rows are read back as queries.
+    for row in labels:
+        row["relevant"] = True
+    write_rows(Path("judged.jsonl"), labels)
+    assert main(["queries", "mine/passages.jsonl", "--output", "again", "--queries", "judged.jsonl"]) == 0
+    assert "real queries" in capsys.readouterr().out
+
+
+def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch):
+    monkeypatch.setattr(adapt, "MAX_STEPS", 1)
+    calls, dispatch = [], adapt.run_step
+    stopped = RuntimeError("killed")
+
+    def interrupted(argv):
+        calls.append(argv[0])
+        if argv[0] == "compare" and calls.count("compare") == 1:
+            raise stopped
+        dispatch(argv)
+
+    monkeypatch.setattr(adapt, "run_step", interrupted)
+    with pytest.raises(RuntimeError, match="killed"):
+        adapt.adapt(Path("docs"), Path("mine"), model)
+    weights = Path("mine/trained/model.safetensors").stat()
+    adapt.adapt(Path("docs"), Path("mine"), model)
+    assert calls == [*ALL[:6], *(name for name in ALL if name not in ("fit", "interpolate"))]
+    assert Path("mine/trained/model.safetensors").stat() == weights
+    assert json.loads(Path("mine/manifest.json").read_text())["complete"]
+
+
+def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monkeypatch):
+    monkeypatch.setattr(adapt, "MAX_STEPS", 2)
+    log = [{"query": row["text"].split(".")[0], "file": row["document"]} for row in documents[:80]]
+    write_rows(Path("log.jsonl"), log)
+    assert run(model, "--queries", "log.jsonl") == 0
+    printed = capsys.readouterr().out
+    assert "--data mine/queries/validation" in printed
+    verdict = json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]
+    assert verdict["num_real_queries"] >= 50
+    assert not Path("mine/label_me.jsonl").exists()
+    # BM25 finds the words that a tiny model of random weights does not know.
+    assert verdict["variant"].endswith("hybrid")
+    assert printed.split("search: ")[1].splitlines()[0].endswith("--hybrid")
+    assert Path("mine/vectors/words").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("start", ("start", False)),
+        ("hybrid", ("start", True)),
+        ("whitened", ("whitened", False)),
+        ("trained", ("trained", False)),
+        ("trained + hybrid", ("trained", True)),
+    ],
+)
+def test_the_recommended_variant_is_what_is_served(variant, expected, tmp_path):
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps({"recommendation": {"variant": variant}}))
+    assert adapt.recommended(path) == expected
+    assert adapt.recommended(tmp_path / "absent.json") == ("start", False)
+
+
+def test_few_passages_are_compared_without_training(model, capsys):
+    write_documents(10)
+    assert run(model) == 0
+    printed = capsys.readouterr().out
+    assert steps(printed) == ["passages", "queries", "compare", "encode", "index"]
+    assert "too few to train on" in printed
+
+
+def test_a_dry_run_prints_the_commands_and_writes_nothing(documents, model, capsys, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    assert run(model, "--dry-run") == 0
+    assert steps(capsys.readouterr().out) == ALL
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minutes", "0"], "minutes must be > 0 and finite"),
+        (["--queries", "lost.jsonl"], "lost.jsonl: no such file or folder; check the path of --queries"),
+        (["--language", "klingon"], "language"),
+        (["--model", "nowhere/model"], "nowhere/model"),
+        (["--output", "notes"], "notes"),
+    ],
+)
+def test_a_user_error_is_one_line(model, tmp_path, capsys, options, message):
+    Path("docs").mkdir()
+    Path("docs", "a.md").write_text("# Page\n\nThe quick fox jumps over the dog.")
+    Path("notes").mkdir()
+    Path("notes", "mine.txt").write_text("mine")
+    assert_refused(capsys, tmp_path, message, run, model, *options)
+
+
+def test_a_folder_without_text_is_refused_and_nothing_is_left(model, tmp_path, capsys):
+    Path("docs").mkdir()
+    Path("docs", "logo.png").write_bytes(b"\x89PNG\0\0")
+    assert_refused(capsys, tmp_path, "contains no text that can be read", run, model)
