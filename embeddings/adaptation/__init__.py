@@ -1,6 +1,7 @@
 """Floor 5: from documents of one's own to a model: passages, queries, the path between weights, and the verdict."""
 
 from embeddings.adaptation.corpus import PassageReport, write_passages
+from embeddings.adaptation.model_queries import QueryModel
 from embeddings.adaptation.passages import Splitter, TokenCounter
 from embeddings.adaptation.path import best_share, interpolate_models, path_scores
 from embeddings.adaptation.queries import QueriesReport, QuerySettings, make_queries
@@ -10,6 +11,7 @@ from embeddings.adaptation.whitening import Whitening, write_whitened
 __all__ = [
     "PassageReport",
     "QueriesReport",
+    "QueryModel",
     "QuerySettings",
     "Recommendation",
     "Splitter",

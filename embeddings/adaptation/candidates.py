@@ -122,13 +122,15 @@ KINDS = {
     "heading": Rule(2, 20, 0.3, 1.0),
     "anchor": Rule(2, 20, 0.3, 1.0),
     "docstring": Rule(4, 60, 0.1, 0.9),
+    # Written by a language model.
+    "model": Rule(3, 32, 0.1, 0.9),
 }
 # A query repeats a title or sentence of which it contains, or that contains, this share of the words' weight.
 _REPEATS = 0.7
 # What a sentence may begin with besides a letter or number.
 _OPENING = "\"'“‘«„¿¡「『《"
 # The least words of a positive, and the least share of letters of a query that is prose.
-_LEAST_REST, _LEAST_LETTERS = 15, 0.8
+LEAST_REST, _LEAST_LETTERS = 15, 0.8
 # Competitors that may score more than the passage for a query.
 MAX_RANK = 20
 
@@ -289,7 +291,7 @@ class WordStatistics:
             query[0].islower() and kind in ("sentence", "question") and not passage.text.islower()
         ):
             return "unfinished"
-        if num_words(candidate.text) < _LEAST_REST:
+        if num_words(candidate.text) < LEAST_REST:
             return "little other text"
         tokens, rest = words(query), words(candidate.positive)
         if kind in ("heading", "anchor") or candidate.heading:

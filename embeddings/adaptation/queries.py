@@ -26,6 +26,7 @@ from embeddings.adaptation.candidates import (
     proposals,
     read_passages,
 )
+from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain, words
 from embeddings.common.errors import InputError, OptionError, refuse_given
@@ -128,8 +129,11 @@ def make_queries(
     columns: Mapping[str, str] | None = None,
     evaluation: EvaluationTexts | None = None,
     settings: QuerySettings | None = None,
+    model: QueryModel | None = None,
 ) -> QueriesReport:
     """Write training pairs and evaluation folders for passages; the same inputs and seed give the same bytes.
+
+    With a language model its answers are inputs too. They are saved in `OUTPUT.work`, so no request is sent twice.
 
     Whole documents are held out before anything else. The folder has `pairs.jsonl` (queries that the documents offer by
     themselves), `evaluation/` and `validation/` (real queries with judgements), `evaluation-pseudo/` (queries of the
@@ -143,6 +147,7 @@ def make_queries(
         columns: Columns of the log with other names.
         evaluation: More evaluation texts, which no training query may resemble.
         settings: What is held out, and how many queries are made.
+        model: A language model that writes more training queries.
     """
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})
@@ -156,15 +161,19 @@ def make_queries(
         "columns": dict(columns or {}),
         "evaluation": None if evaluation is None else evaluation.sha256(),
         "settings": asdict(settings),
+        "model": None if model is None else model.fields,
     }
     if output.exists() and (manifest := finished_manifest(output, inputs)) is not None:
         return QueriesReport(**manifest["report"], reused=True)
+    model = None if model is None else model.found()
     real = QueryLog([], []) if log is None else read_log(log, columns)
     survey = _Survey(passages, real, settings)
     report = QueriesReport()
     judged = survey.judged(passages, real, log, report)
     split = _Split(survey, judged, bool(real.labels), settings, report)
     candidates = _collect(passages, survey, split, settings, report)
+    if model is not None and split.num_training >= MIN_PASSAGES:
+        candidates += _written(passages, output, candidates, model, split, survey, settings, report)
     training, test = _select(candidates, split, survey, settings, report)
     parts = {name: [real.queries[row] for row in rows] for name, rows in split.real.items()}
     texts = [*parts["evaluation"], *parts["validation"], *(each.query for each in test)]
@@ -361,6 +370,29 @@ def _collect(
                 found.append(each)
     is_alone = [bool(owner[hash(key_of(each.query))]) for each in found]
     return _filtered(found, is_alone, report, "several passages have it")
+
+
+def _written(
+    path: Path,
+    output: Path,
+    offered: list[Candidate],
+    model: QueryModel,
+    split: _Split,
+    survey: _Survey,
+    settings: QuerySettings,
+    report: QueriesReport,
+) -> list[Candidate]:
+    """The candidates of a language model for passages that are not held out."""
+    examples = [each for each in offered if not split.is_held_out(each.document)]
+    written = written_queries(path, output, model, examples, split.is_held_out, survey.words, settings.seed)
+    for _ in range(written.num_requests):
+        report.propose("model")
+    for candidate, reason in written.rejected:
+        report.reject(candidate, reason)
+    report.notes.append(written.note)
+    count = Counter(key_of(each.query) for each in written.candidates)
+    is_alone = [count[key_of(each.query)] == 1 for each in written.candidates]
+    return _filtered(written.candidates, is_alone, report, "several passages have it")
 
 
 def _linked(

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import yaml
 
+from embeddings.adaptation.model_queries import QueryModel
 from embeddings.adaptation.real_queries import deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.parser import CONFIGS
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import program
+from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import file_sha256, write_manifest, write_text
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.inference.bm25 import ENGLISH, tokenizer
@@ -44,6 +45,8 @@ def adapt(
     minutes: float = 30.0,
     seed: int = 0,
     dry_run: bool = False,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
 ) -> None:
     """Adapt a model to one's own documents, measure what it gained, and index the documents for search.
 
@@ -66,11 +69,18 @@ def adapt(
         minutes: Maximum time of training, without the other steps.
         seed: Seed of the random choices.
         dry_run: Whether to print the commands, and run nothing.
+        endpoint: Base URL of a server with OpenAI's chat protocol, whose model writes more queries for training (see
+            `queries`).
+        endpoint_model: The model's name at the endpoint; by default the only one that it lists.
     """
     if not 0 < minutes < math.inf:
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
     training = CONFIG if training is None else training
     tokenizer(language)
+    if endpoint is None:
+        refuse_given({"endpoint_model": endpoint_model}, "needs --endpoint")
+    else:
+        QueryModel(endpoint, endpoint_model)
     for name, path in (("documents", documents), ("--queries", queries), ("--training", training)):
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
@@ -79,6 +89,10 @@ def adapt(
     inputs = ["--queries", queries] if queries is not None else []
     inputs += [] if hold_out_judged else ["--hold-out-judged", "false"]
     inputs += ["--query-columns", json.dumps(query_columns)] if query_columns else []
+    inputs += ["--endpoint", endpoint] if endpoint is not None else []
+    inputs += ["--endpoint-model", endpoint_model] if endpoint_model is not None else []
+    if endpoint is not None:
+        print(f"{endpoint}: a language model's queries are for training only; compare shows what they are worth")
     renamed = ["--columns", json.dumps(columns)] if columns else []
     others = general if isinstance(general, list) else [general] if general else []
     if dry_run:

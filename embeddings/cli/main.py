@@ -150,6 +150,8 @@ def resumes(argv: Sequence[str]) -> bool:
     """Whether a command that was interrupted continues after its finished work when it is run again."""
     if argv[:1] == ["evaluate"]:
         return any(word.partition("=")[0] == "--tasks" for word in argv)
+    if argv[:1] == ["queries"]:
+        return any(word.partition("=")[0] == "--endpoint" for word in argv)
     return bool(RESUMING.intersection(argv[:1])) and list(argv[:2]) != ["prepare", "docstrings"]
 
 

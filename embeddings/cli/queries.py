@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from embeddings.adaptation.model_queries import MAX_REQUESTS, QueryModel
 from embeddings.adaptation.queries import QueriesReport, QuerySettings, make_queries
 from embeddings.cli.mining import evaluation_texts
+from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table
 
 
@@ -13,13 +15,18 @@ def queries(
     queries: Path | None = None,
     query_columns: dict[str, str] | None = None,
     evaluation_data: Path | list[Path] | None = None,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
+    max_requests: int | None = None,
+    stream: bool = True,
     *,
     settings: QuerySettings,
 ) -> None:
-    """Make training pairs and evaluation folders from the passages of documents, without a language model.
+    """Make training pairs and evaluation folders from the passages of documents, also without a language model.
 
     Queries are what the documents offer: sentences (removed from their passage), questions, headings, texts of links
-    and docstrings. Whole documents are held out. Real queries with judgements are the test and validation.
+    and docstrings; with `--endpoint` also what a language model writes. Whole documents are held out. Real queries with
+    judgements are the test and validation.
 
     Args:
         passages: JSON lines with `text`, and optionally `_id`, `title`, `document`, `file` and `links`.
@@ -28,10 +35,24 @@ def queries(
         query_columns: Columns of the log that are named differently, such as `{query: q, passage: page}`.
         evaluation_data: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`. Training queries that
             resemble their queries are removed.
+        endpoint: Base URL of a server with OpenAI's chat protocol, such as `http://localhost:8000/v1`, whose model
+            writes a query for training passages. The key, if any, is the environment variable OPENAI_API_KEY. Answers
+            are kept in `OUTPUT.work`: after a kill the same command asks nothing twice.
+        endpoint_model: The model's name at the endpoint; by default the only one that it lists.
+        max_requests: Maximum passages that the model is asked about, a random sample; default 2,000.
+        stream: Whether answers come in parts; false for a server that cannot.
     """
+    if endpoint is None:
+        given = {"endpoint_model": endpoint_model, "max_requests": max_requests, "stream": None if stream else False}
+        refuse_given(given, "needs --endpoint")
+        model = None
+    else:
+        model = QueryModel(endpoint, endpoint_model, MAX_REQUESTS if max_requests is None else max_requests, stream)
     roots = evaluation_data if isinstance(evaluation_data, list) else [evaluation_data] if evaluation_data else []
     more = evaluation_texts(roots, documents=False) if roots else None
-    report = make_queries(passages, output, log=queries, columns=query_columns, evaluation=more, settings=settings)
+    report = make_queries(
+        passages, output, log=queries, columns=query_columns, evaluation=more, settings=settings, model=model
+    )
     print(f"{output} already exists for these inputs" if report.reused else queries_table(report))
     for note in report.notes:
         print(note)

@@ -16,7 +16,7 @@ from embeddings.common.errors import InputError, OptionError, UserError, require
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
 from embeddings.common.text import one_line
-from embeddings.synthesis.validate import Answer
+from embeddings.synthesis.validate import Answer, parse_answer
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 # `extra_body` must not set these fields: the job sets them itself.
@@ -28,6 +28,8 @@ MAX_SHOWN_CHARACTERS = 160
 # The first wait before a retry, and the longest wait that an endpoint may ask for.
 FIRST_DELAY = 0.5
 _MAX_WAIT_SECONDS = 120.0
+# The longest wait for an endpoint's list of models.
+_LIST_SECONDS = 30.0
 # Concurrent requests at the start of a job.
 FIRST_CONCURRENCY = 2
 # Refusals in succession that end the job: `max_retries` for each of so many requests.
@@ -47,7 +49,7 @@ class Request(NamedTuple):
     """One prompt, sent as one user message; `key` is its name in the journal.
 
     `read` raises `RejectedAnswer` for an answer that cannot be used; `retry` makes the request that then follows.
-    `schema` is the JSON schema of an answer.
+    `schema` is the JSON schema of an answer. `parse` makes the value that `read` gets, by default that of JSON.
     """
 
     key: str
@@ -57,6 +59,7 @@ class Request(NamedTuple):
     wants_object: bool = True
     retry: Callable[[], "Request"] | None = None
     schema: Mapping[str, Any] | None = None
+    parse: Callable[[Answer], Any] = parse_answer
 
 
 def make_request(
@@ -67,11 +70,12 @@ def make_request(
     wants_object: bool = True,
     retry: Callable[[], Request] | None = None,
     schema: Mapping[str, Any] | None = None,
+    parse: Callable[[Answer], Any] = parse_answer,
 ) -> Request:
     """A request; its key contains a hash of the prompt, so that a saved answer is never used for another prompt."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
     request_seed = derive_seed(seed, "request", name) % 2**31
-    return Request(f"{name}/{digest}", prompt, request_seed, read, wants_object, retry, schema)
+    return Request(f"{name}/{digest}", prompt, request_seed, read, wants_object, retry, schema, parse)
 
 
 def check_numbers(options: object, *above_zero: str, from_zero: str) -> None:
@@ -169,6 +173,39 @@ class Limits:
         check_numbers(self, *above_zero, from_zero="max_retries")
 
 
+def check_endpoint(endpoint: str) -> None:
+    if not endpoint.startswith(("http://", "https://")):
+        raise OptionError("endpoint", endpoint, "must be an HTTP URL", "write it as http://HOST:PORT/v1")
+
+
+def _key() -> str:
+    return os.environ.get(API_KEY_VARIABLE) or "none"
+
+
+def find_model(endpoint: str, name: str | None = None) -> str:
+    """The given name, or that of the only model that an endpoint lists; an `InputError` if nothing answers there."""
+    check_endpoint(endpoint)
+    openai: Any = require("openai", "synthesis")
+    problem, names = "does not list its models", list[str]()
+    try:
+        with openai.OpenAI(base_url=endpoint, api_key=_key(), timeout=_LIST_SECONDS, max_retries=0) as client:
+            names = [model.id for model in client.models.list().data]
+    except openai.APITimeoutError:
+        problem = f"lists no models in {_LIST_SECONDS:g} s"
+    except openai.APIConnectionError as error:
+        cause = one_line(str(error.__cause__ or error), MAX_SHOWN_CHARACTERS)
+        raise InputError(endpoint, f"no connection ({cause})", "start the server, or correct the address") from None
+    except openai.APIStatusError as error:
+        problem = f"does not list its models (status {error.status_code}: {_reason(error.response.text)})"
+    except (openai.OpenAIError, ValueError, AttributeError, TypeError):
+        pass
+    if name is None and len(names) != 1:
+        if names:
+            problem = f"lists {len(names)} models ({one_line(', '.join(names), MAX_SHOWN_CHARACTERS)})"
+        raise InputError(endpoint, problem, "name the model by --endpoint-model")
+    return names[0] if name is None else name
+
+
 class _Failure(NamedTuple):
     """A request without an answer: the problem, and the seconds that the endpoint asks to wait, if it does."""
 
@@ -187,8 +224,7 @@ class ChatClient:
     """
 
     def __init__(self, endpoint: str, sampling: Sampling, limits: Limits | None = None) -> None:
-        if not endpoint.startswith(("http://", "https://")):
-            raise OptionError("endpoint", endpoint, "must be an HTTP URL", "write it as http://HOST:PORT/v1")
+        check_endpoint(endpoint)
         self.endpoint, self.sampling, self.limits = endpoint, sampling, limits or Limits()
         self.retries, self.num_parts, self.stopped = 0, 0, False
         # Processes that share the limits.
@@ -205,7 +241,7 @@ class ChatClient:
         async with self._openai.AsyncOpenAI(
             base_url=self.endpoint,
             # The client requires a key; a server without authentication ignores it.
-            api_key=os.environ.get(API_KEY_VARIABLE) or "none",
+            api_key=_key(),
             timeout=self.limits.timeout_seconds,
             max_retries=0,
         ) as self._client:
@@ -275,7 +311,7 @@ class ChatClient:
             if status in _TEMPORARY_STATUSES or status >= 500:
                 wait = _retry_after(error.response.headers.get("retry-after", ""))
                 return _Failure(problem, wait, may_retry=status != _NO_MONEY and (wait or 0) <= _MAX_WAIT_SECONDS)
-            fix = f"check --endpoint, --model and the environment variable {API_KEY_VARIABLE}"
+            fix = f"check the endpoint, the model's name and the environment variable {API_KEY_VARIABLE}"
             raise InputError(self.endpoint, f"answers with {problem}", fix) from None
         except self._openai.APIConnectionError as error:
             return _Failure(f"no connection ({one_line(str(error.__cause__ or error), MAX_SHOWN_CHARACTERS)})")

@@ -20,7 +20,7 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import one_line
 from embeddings.synthesis.client import FIRST_CONCURRENCY, MAX_SHOWN_CHARACTERS, ChatClient, Request, Sampling
-from embeddings.synthesis.validate import Answer, RejectedAnswer, parse_answer
+from embeddings.synthesis.validate import Answer, RejectedAnswer
 
 # Answers of which a job reads the share of unusable ones: at least the first number, at most the second.
 FEW_ANSWERS, MANY_ANSWERS = 20, 50
@@ -220,6 +220,7 @@ class RequestRunner:
 
     Attributes:
         num_tokens_needed: Tokens that the first request which exceeded the budget could take; 0 if none has.
+        hint: What to do about a model whose answers cannot be used; None for the advice of a synthesis job.
     """
 
     def __init__(self, client: ChatClient, journal: Journal, task: ArrayTask | None = None) -> None:
@@ -227,6 +228,7 @@ class RequestRunner:
         journal.limit = client.sampling.max_answer_tokens
         client.stopped, client.num_tasks = False, self.task.count
         self.num_tokens_needed = 0
+        self.hint: str | None = None
         self._failure: Exception | None = None
         self._concurrency = Concurrency(client.limits.concurrency)
         self._num_answers = self._num_usable = 0
@@ -358,9 +360,9 @@ class RequestRunner:
         """Read an answer; if it is unusable, queue the next request of its record. Returns the problem, if any."""
         problem = None
         try:
-            request.read(parse_answer(answer))
+            request.read(request.parse(answer))
         except RejectedAnswer as rejected:
-            problem = described(rejected.reason, answer.content or rejected.detail)
+            problem = described(rejected.cause, answer.content or rejected.detail)
             if request.retry is not None:
                 retries.append(request.retry())
                 return problem
@@ -371,7 +373,7 @@ class RequestRunner:
         """Stop the job if most of the last answers are unusable."""
         unusable, number = [reason for reason in self._recent if reason is not None], len(self._recent)
         if number >= FEW_ANSWERS and len(unusable) > self.client.limits.max_unusable * number:
-            raise unusable_error(self.client.sampling, f"{len(unusable)} of the last {number}", unusable)
+            raise unusable_error(self.client.sampling, f"{len(unusable)} of the last {number}", unusable, self.hint)
 
     async def _show(self, bar: "tqdm[Any]", title: str) -> None:
         """Show the numbers of this run in the bar, also while no answer is complete."""
@@ -401,9 +403,11 @@ def described(reason: str, text: str) -> str:
     return f"{reason.replace('_', ' ')}: {one_line(text, MAX_SHOWN_CHARACTERS // 2)!r}"
 
 
-def unusable_error(sampling: Sampling, share: str, answers: Sequence[str]) -> InputError:
+def unusable_error(sampling: Sampling, share: str, answers: Sequence[str], hint: str | None = None) -> InputError:
     """The error of a model whose answers cannot be used; two of them are shown."""
     problem = f"{share} answers are unusable, such as {' and '.join(answers[-2:])}"
+    if hint is not None:
+        return InputError(sampling.model, problem, hint)
     hint = "name another model or other prompts, and a new folder (all answers are in the journal of this one)"
     if 2 * sum(answer.startswith("cut off") for answer in answers) > len(answers):
         hint = f"raise max_answer_tokens above {sampling.max_answer_tokens}: the same folder then asks for them again"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Reason = Literal[
     "refused", "empty_answer", "cut_off", "not_json", "repeated_key", "no_tasks", "not_an_object", "missing_field",
     "wrong_type", "empty_text", "template_text", "unusable_text", "wrong_levels", "repeated_text", "leaked_query",
-    "leaked_label", "duplicate_query", "copied_seed",
+    "leaked_label", "duplicate_query", "copied_seed", "echoed_prompt", "poor_query",
 ]  # fmt: skip
 
 
@@ -33,6 +33,11 @@ class RejectedAnswer(Exception):
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, shorten(detail, 120)
+
+    @property
+    def cause(self) -> str:
+        """The reason in words; the detail of a poor query says why it is poor."""
+        return self.detail if self.reason == "poor_query" else self.reason.replace("_", " ")
 
 
 class Answer(NamedTuple):

@@ -155,6 +155,15 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(documents, model, caps
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_language_model_is_asked_by_the_step_queries(documents, model, capsys, tmp_path):
+    options = ["--endpoint", "http://localhost:8000/v1", "--endpoint-model", "m"]
+    assert run(model, "--dry-run", *options) == 0
+    printed = capsys.readouterr().out
+    assert "for training only; compare shows what they are worth" in printed
+    line = next(line for line in printed.splitlines() if line.startswith("[2]"))
+    assert line.endswith("queries mine/passages.jsonl --output mine/queries --seed 0 " + " ".join(options))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -163,6 +172,8 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(documents, model, caps
         (["--language", "klingon"], "language"),
         (["--model", "nowhere/model"], "nowhere/model"),
         (["--output", "notes"], "notes"),
+        (["--endpoint", "localhost:8000"], "endpoint must be an HTTP URL"),
+        (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),
     ],
 )
 def test_a_user_error_is_one_line(model, tmp_path, capsys, options, message):

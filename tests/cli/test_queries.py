@@ -1,9 +1,12 @@
 """`queries`: what it prints, and one line and code 2 for user errors."""
 
+import re
+
 import pytest
 
 from embeddings.cli.main import main
-from tests.adaptation.world import passage_rows, write_rows
+from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder
 
@@ -53,6 +56,12 @@ def test_passages_become_pairs_and_folders_and_a_table(run, tmp_path, capsys):
         (["--held-out-share", "1.5"], "held_out_share must be >= 0 and < 1"),
         (["--held-out-share", "0"], "there would be no test"),
         (["--max-passages", "0"], "max_passages must be >= 1"),
+        (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),
+        (["--max-requests", "5"], "max_requests needs --endpoint"),
+        (["--no-stream"], "stream needs --endpoint"),
+        (["--endpoint", "localhost"], "endpoint must be an HTTP URL"),
+        (["--endpoint", "http://127.0.0.1:9/v1"], "no connection"),
+        (["--endpoint", "http://127.0.0.1:9/v1", "--max-requests", "0"], "max_requests must be >= 1"),
         (["--output", "notes"], "must be new, empty or written by this library"),
         (["--output", "lost.jsonl"], "is not a folder"),
     ],
@@ -62,6 +71,29 @@ def test_a_user_error_is_one_line(run, tmp_path, capsys, options, message):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
     assert_refused(capsys, tmp_path, message, run, *options)
+
+
+def test_a_language_model_writes_queries(run, tmp_path, capsys):
+    def behaviour(prompt, seed, count):
+        first, second, *_ = re.findall(r"near (\w+) \w+\.", prompt.rpartition("Passage: ")[2])
+        return Reply(f"Query: why {first} is before {second} in the reactor")
+
+    with chat_server(behaviour) as server:
+        options = ["--endpoint", server.endpoint, "--endpoint-model", "small", "--max-requests", "20", "--no-stream"]
+        assert run(*options) == 0
+        printed = capsys.readouterr()
+        assert "small: 20 requests, some " in printed.err
+        assert "small: 20 passages asked about, " in printed.out
+        row = next(line.split() for line in printed.out.splitlines() if line.startswith("model "))
+        assert int(row[1]) == 20
+        assert int(row[2]) > 15
+        kinds = [each["kind"] for each in read_rows(tmp_path / "out" / "pairs.jsonl")]
+        assert kinds.count("model") == int(row[2])
+        assert not any(request.get("stream") for request in server.requests)
+        server.requests.clear()
+        assert run(*options) == 0
+        assert "already exists for these inputs" in capsys.readouterr().out
+        assert not server.requests
 
 
 def test_passages_that_cannot_be_read_are_one_line(run, tmp_path, capsys):

@@ -96,6 +96,8 @@ class ChatServer:
         self.headers: list[dict[str, str]] = []
         # Requests whose client closed the connection before the answer was complete.
         self.num_cancelled = 0
+        # The models that it lists; None for a server without a list.
+        self.models: list[str] | None = ["m"]
         self._lock = threading.Lock()
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
@@ -150,6 +152,16 @@ def chat_server(behaviour: Behaviour = answers_well) -> Iterator[ChatServer]:
         def do_POST(self) -> None:
             with suppress(ConnectionError):
                 chat.serve(self)
+
+        def do_GET(self) -> None:
+            models = [{"id": name, "object": "model", "created": 0, "owned_by": "x"} for name in chat.models or []]
+            body = json.dumps({"object": "list", "data": models}).encode()
+            self.send_response(404 if chat.models is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(ConnectionError):
+                self.wfile.write(body)
 
         def log_message(self, *arguments: Any) -> None: ...
 

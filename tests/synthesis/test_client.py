@@ -121,7 +121,7 @@ def test_refusals_and_responses_without_content_are_answers(reply, expected):
     ("reply", "says"),
     [
         (Reply(status=401, error="bad key"), "status 401"),
-        (Reply(status=404, error="no model"), "--model"),
+        (Reply(status=404, error="no model"), "the model's name"),
         (Reply(status=405), "status 405"),
     ],
 )

@@ -1,0 +1,303 @@
+"""Queries that a language model writes for passages: one line a request, after examples of the same documents."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import regex
+
+from embeddings.adaptation.candidates import (
+    KINDS,
+    LEAST_REST,
+    Candidate,
+    Passage,
+    WordStatistics,
+    key_of,
+    read_passages,
+)
+from embeddings.adaptation.sentences import num_words, plain
+from embeddings.common.errors import OptionError
+from embeddings.common.io import text_hash
+from embeddings.common.process import logger
+from embeddings.common.random import derive_seed
+from embeddings.common.text import printable, shorten
+from embeddings.synthesis.client import ChatClient, Limits, Request, Sampling, check_endpoint, find_model, make_request
+from embeddings.synthesis.generate import open_job
+from embeddings.synthesis.runner import described, unusable_error
+from embeddings.synthesis.validate import Answer, RejectedAnswer
+
+KIND = "model"
+MAX_REQUESTS = 2_000
+MAX_ANSWER_TOKENS, TEMPERATURE = 32, 0.7
+INSTRUCTION = (
+    "For the last passage, write one line: a search query that this passage answers, in the language of the passage. "
+    "Do not copy its title or its sentences."
+)
+# Examples of a prompt, those of a kind from which they are chosen, and the most words of an example's query.
+NUM_EXAMPLES, _POOL, _MOST_WORDS = 4, 64, 25
+# Characters of an example's passage and of the passage itself in a prompt.
+_EXAMPLE_CHARACTERS, _PASSAGE_CHARACTERS = 300, 1_500
+# A shorter query may occur in the examples by chance.
+_LEAST_ECHO = 4
+# Bytes of a token, to estimate what the prompts cost.
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class QueryModel:
+    """A language model that writes queries for training passages, one line a request.
+
+    Args:
+        endpoint: Base URL of a server with OpenAI's chat protocol, such as `http://localhost:8000/v1`.
+        model: The model's name at the endpoint; None for the only one that it lists.
+        max_requests: Maximum passages that the model is asked about; a random sample of this size.
+        stream: Whether answers come in parts; False for a server that cannot.
+    """
+
+    endpoint: str
+    model: str | None = None
+    max_requests: int = MAX_REQUESTS
+    stream: bool = True
+
+    def __post_init__(self) -> None:
+        check_endpoint(self.endpoint)
+        if self.max_requests < 1:
+            raise OptionError("max_requests", self.max_requests, "must be >= 1", "leave it out for 2,000")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What determines the queries, for a manifest. The address may contain a password."""
+        fields = asdict(self) | {"endpoint": text_hash(self.endpoint)}
+        del fields["stream"]
+        return fields
+
+    def found(self) -> "QueryModel":
+        """The same with the model's name; an `InputError` if nothing answers at the endpoint."""
+        return replace(self, model=find_model(self.endpoint, self.model))
+
+
+class Written(NamedTuple):
+    """The usable queries, the rejected answers with their reasons, the number of requests, and a line for the user."""
+
+    candidates: list[Candidate]
+    rejected: list[tuple[Candidate, str]]
+    num_requests: int
+    note: str
+
+
+def written_queries(
+    path: Path,
+    output: Path,
+    model: QueryModel,
+    offered: Sequence[Candidate],
+    is_held_out: Callable[[str], bool],
+    statistics: WordStatistics,
+    seed: int,
+) -> Written:
+    """The queries that a model writes for a sample of the passages, each good by itself (see `WordStatistics.fault`).
+
+    The answers are saved beside the output, in `OUTPUT.work`, in a folder of each model. Requests that have one are not
+    sent again.
+
+    Args:
+        path: The file of passages.
+        output: The folder whose queries these are.
+        model: The model, with its name.
+        offered: Queries that passages which are not held out offer by themselves; examples are chosen of them.
+        is_held_out: Whether the passages of a document are not asked about.
+        statistics: The words of the passages.
+        seed: Seed of the choice of passages and examples, and of the requests.
+    """
+    assert model.model is not None
+    sampling = Sampling(model.model, TEMPERATURE, MAX_ANSWER_TOKENS, extra_body={"stop": ["\n"]}, stream=model.stream)
+    folder = answer_folder(output, sampling)
+    client = ChatClient(model.endpoint, sampling, Limits(max_attempts=1))
+    examples = Examples(offered, seed)
+    passages = _chosen(path, is_held_out, model.max_requests, seed)
+    requests = [_request(passage, examples, statistics, seed) for passage in passages]
+    candidates, rejected = list[Candidate](), list[tuple[Candidate, str]]()
+    with open_job(folder, {"kind": "model queries"}, {}, client) as job:
+        journal = job.runner.journal
+        missing = [request for request in requests if journal.get(request.key) is None]
+        _announce(sampling.model, missing, len(requests) - len(missing))
+        job.runner.hint = f"name a stronger model, or leave out --endpoint (the answers are in {folder})"
+        job.runner.run(lambda: enumerate(requests), len(requests), "queries")
+        shown, num_tokens = list[str](), 0
+        for passage, request in zip(passages, requests, strict=True):
+            answer = journal.get(request.key)
+            assert answer is not None
+            num_tokens += (answer.prompt_tokens or 0) + (answer.completion_tokens or 0)
+            try:
+                candidate = request.read(request.parse(answer))
+                assert isinstance(candidate, Candidate)
+                candidates.append(candidate)
+            except RejectedAnswer as error:
+                rejected.append((_candidate(answer.content or "", passage), error.cause))
+                shown.append(described(error.cause, answer.content or error.detail))
+        if rejected and not candidates:
+            raise unusable_error(sampling, f"all {len(rejected)}", shown, job.runner.hint)
+    asked = f"{sampling.model}: {len(requests)} passages asked about, {num_tokens} tokens"
+    note = f"{asked}; the answers are in {folder.parent.name}, and its queries are for training only"
+    return Written(candidates, rejected, len(requests), note)
+
+
+def answer_folder(output: Path, sampling: Sampling) -> Path:
+    """The folder of the answers that a model gives for an output."""
+    path = output.expanduser().resolve()
+    name = regex.sub(r"[^\w.-]+", "-", sampling.model)[-60:].lstrip(".-")
+    return path.with_name(f"{path.name}.work") / f"{name}-{text_hash(repr(sampling.fields)) % 2**32:08x}"
+
+
+def _announce(model: str, missing: Sequence[Request], num_saved: int) -> None:
+    """Say what the requests may cost, before the first is sent."""
+    if missing:
+        prompts = sum(len(request.prompt.encode()) // _TOKEN_BYTES for request in missing)
+        answers = MAX_ANSWER_TOKENS * len(missing)
+        tokens = f"some {prompts:,} tokens of prompts (estimated) and at most {answers:,} of answers"
+        logger.info("%s: %s requests, %s; %s answers are saved", model, f"{len(missing):,}", tokens, f"{num_saved:,}")
+
+
+def _chosen(path: Path, is_held_out: Callable[[str], bool], limit: int, seed: int) -> list[Passage]:
+    """A random sample of the passages that are long enough; a larger one contains a smaller one."""
+    sample = list[tuple[int, int, Passage]]()
+    for row, passage in enumerate(read_passages(path)):
+        if not is_held_out(passage.document) and num_words(passage.text) >= LEAST_REST:
+            item = (-derive_seed(seed, KIND, passage.id), -row, passage)
+            (heapq.heappush if len(sample) < limit else heapq.heappushpop)(sample, item)
+    return [passage for *_, passage in sorted(sample, reverse=True)]
+
+
+# Short words, most of them function words, and the characters of scripts without spaces tell languages apart.
+_SHORT = regex.compile(r"\b\p{L}{1,3}\b|[\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+
+
+def _short_words(text: str) -> set[str]:
+    return set(_SHORT.findall(text.casefold()))
+
+
+class Examples:
+    """Queries that passages offer, of which the prompts show those that are most like the passage in their language.
+
+    Args:
+        offered: The queries.
+        seed: Seed of the choice of a pool of each kind.
+    """
+
+    def __init__(self, offered: Sequence[Candidate], seed: int) -> None:
+        pools: dict[str, list[tuple[int, int, Candidate]]] = {}
+        for row, each in enumerate(offered):
+            if num_words(each.query) <= _MOST_WORDS:
+                item = (-derive_seed(seed, "example", each.passage, each.query), -row, each)
+                pool = pools.setdefault(each.kind, [])
+                (heapq.heappush if len(pool) < _POOL else heapq.heappushpop)(pool, item)
+        kinds = sorted(pools, key=[*KINDS].index)
+        chosen = [each for kind in kinds for *_, each in sorted(pools[kind], reverse=True)]
+        self._pool = [(_short_words(each.text), each) for each in chosen]
+
+    def of(self, passage: Passage) -> list[Candidate]:
+        """At most four examples of other passages, of different kinds where they are as alike; the best is last."""
+        own = _short_words(passage.text)
+        likeness = [
+            (2 * len(own & other) / max(1, len(own) + len(other)), each)
+            for other, each in self._pool
+            if each.passage != passage.id
+        ]
+        likeness.sort(key=lambda item: -item[0])
+        alike = [each for score, each in likeness if score >= likeness[0][0] / 2]
+        first: dict[str, Candidate] = {}
+        for each in alike:
+            first.setdefault(each.kind, each)
+        others = [each for each in alike if each is not first[each.kind]]
+        return [*first.values(), *others][:NUM_EXAMPLES][::-1]
+
+
+def prompt_of(passage: Passage, examples: Sequence[Candidate]) -> str:
+    """The prompt for one line: the instruction, the examples, and the passage."""
+    shown = [f"Passage: {shorten(each.positive, _EXAMPLE_CHARACTERS)}\nQuery: {each.query}" for each in examples]
+    text = shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS)
+    return "\n\n".join([INSTRUCTION, *shown, f"Passage: {text}\nQuery:"])
+
+
+def _request(passage: Passage, examples: Examples, statistics: WordStatistics, seed: int) -> Request:
+    chosen = examples.of(passage)
+    read = partial(read_query, passage=passage, examples=chosen, statistics=statistics)
+    prompt = prompt_of(passage, chosen)
+    return make_request(f"query/{passage.id}", prompt, seed, read, wants_object=False, parse=read_line)
+
+
+_REFUSAL = regex.compile(
+    r"(?:i['’]?m|i am|we['’]re|we are) (?:very |so |really )?sorry\b|sorry[,.!]|i apologi[sz]e\b|my apologies\b"
+    r"|as an? (?:ai|artificial intelligence|(?:large )?language model)\b|i['’]?m (?:just |only )?an ai\b"
+    r"|(?:i|we) (?:can ?not|can['’]t|am not able to|am unable to|won['’]t|will not|do not|don['’]t) "
+    r"(?:help|assist|provide|generate|create|answer|fulfil|comply|write|do that|give|have (?:enough|access|any))"
+    r"|es tut mir leid\b|lo siento\b|(?:je suis )?désolée?\b|mi dispiace\b|(?:sinto muito|desculpe)\b|извините\b"
+    r"|к сожалению\b|抱歉|对不起|很抱歉|申し訳|죄송",
+    regex.IGNORECASE,
+)
+_LABEL = regex.compile(
+    r"(?:(?:sure|okay|ok|certainly|here|is|are|['’]s|a|an|one|the|possible|good|short|suitable|search|user|example"
+    r"|line)[\s,.!]+|here['’]s\s+)*(?:query|question|q|answer)\s*\d*\s*[:：]\s*",
+    regex.IGNORECASE,
+)
+_NUMBERING = regex.compile(r"(?:\(?\d{1,2}\s*[.):]|[-*•#>]+)\s+")
+_QUOTES = frozenset(('""', "''", "“”", "„“", "„”", "‘’", "«»", "»«", "「」", "『』", "``", "**", "__"))
+
+
+def cleaned(line: str) -> str:
+    """A line of an answer without numbering, a label such as "Query:", markup, and quotes around it."""
+    query, before = plain(line), None
+    while query != before:
+        before = query
+        for pattern in (_NUMBERING, _LABEL):
+            match = pattern.match(query)
+            query = query[match.end() :] if match else query
+        if len(query) > 1 and query[0] + query[-1] in _QUOTES:
+            query = query[1:-1].strip()
+    return query
+
+
+def read_line(answer: Answer) -> str:
+    """The first line of an answer with a query, cleaned; `RejectedAnswer` for a refusal or a line that is cut off."""
+    if answer.refused is not None or answer.finish_reason == "content_filter":
+        raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
+    lines = list(_lines(answer.content or ""))
+    if not lines:
+        raise RejectedAnswer("empty_answer")
+    query, is_whole = lines[0]
+    if _REFUSAL.match(query):
+        raise RejectedAnswer("refused", query)
+    if answer.finish_reason == "length" and not is_whole:
+        raise RejectedAnswer("cut_off", query)
+    if printable(query) != query:
+        raise RejectedAnswer("unusable_text", query)
+    return query
+
+
+def _lines(text: str) -> Iterator[tuple[str, bool]]:
+    """The lines with a query, and whether each has an end."""
+    for line in text.splitlines(keepends=True):
+        if query := cleaned(line):
+            yield query, line != line.rstrip("\r\n")
+
+
+def read_query(query: str, passage: Passage, examples: Sequence[Candidate], statistics: WordStatistics) -> Candidate:
+    """A query as a candidate; `RejectedAnswer` for an echo of the prompt and for a poor query (the detail says why)."""
+    key, known = key_of(query), [key_of(each.query) for each in examples]
+    shown = key_of(" ".join([INSTRUCTION, *(each.positive for each in examples)]))
+    is_shown = num_words(query) >= _LEAST_ECHO and any(key in text for text in (shown, *known))
+    # A copy of the passage is rejected as such.
+    is_shown = is_shown and key not in key_of(f"{passage.title} {passage.text}")
+    opening = key_of(INSTRUCTION)[:40]
+    if key in known or is_shown or opening in key or key.startswith(("passage:", "search query that")):
+        raise RejectedAnswer("echoed_prompt", query)
+    candidate = _candidate(query, passage)
+    if fault := statistics.fault(candidate, passage):
+        raise RejectedAnswer("poor_query", fault)
+    return candidate
+
+
+def _candidate(query: str, passage: Passage) -> Candidate:
+    return Candidate(query, KIND, passage.title, passage.text, passage.id, passage.document)

@@ -1,0 +1,395 @@
+"""Queries by a language model: prompts, which answers are used, what is asked twice, and what is written."""
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from embeddings.adaptation.candidates import Candidate, Passage, WordStatistics
+from embeddings.adaptation.model_queries import (
+    INSTRUCTION,
+    NUM_EXAMPLES,
+    Examples,
+    QueryModel,
+    cleaned,
+    prompt_of,
+    read_line,
+    read_query,
+)
+from embeddings.adaptation.queries import make_queries
+from embeddings.common import InputError, OptionError
+from embeddings.common.random import derive_seed
+from embeddings.synthesis.validate import Answer, RejectedAnswer
+from tests.adaptation.world import PLACES, VERBS, passage_rows, read_rows, write_rows
+from tests.helpers.chat_server import Reply, chat_server
+from tests.helpers.forks import fork
+from tests.helpers.refusals import refused
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("embeddings.synthesis.client.FIRST_DELAY", 0.001)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return passage_rows()
+
+
+@pytest.fixture(scope="module")
+def passages(rows, tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("passages") / "passages.jsonl", rows)
+
+
+def passage_in(prompt):
+    """The text of the passage that a prompt asks about, with its title."""
+    return prompt.rpartition("Passage: ")[2].removesuffix("\nQuery:")
+
+
+def well(prompt):
+    """A query with two rare words of the passage, and a word that it lacks."""
+    new = re.findall(r"near (\w+) \w+\.", passage_in(prompt))
+    return f"why {new[0]} comes before {new[1]} in {'x'.join(new[2:4])}"
+
+
+def writes_well(prompt, seed, count):
+    return Reply(f"{well(prompt)}\n")
+
+
+def ask(server, passages, output, **options):
+    return make_queries(passages, output, model=QueryModel(server.endpoint, **options))
+
+
+def keys_of(folder):
+    """The keys of all saved answers of an output."""
+    paths = folder.with_name(f"{folder.name}.work").glob("*/journal.jsonl")
+    return [json.loads(line)["key"] for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+# Answers.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "how fast is the boundary layer",
+        '"how fast is the boundary layer"',
+        "1. how fast is the boundary layer",
+        "- **how fast is the boundary layer**",
+        "Query: how fast is the boundary layer",
+        'Search query: "how fast is the boundary layer"',
+        "Sure! Here's a possible search query: how fast is the boundary layer",
+        "2) Question 2: «how fast is the boundary layer»",
+    ],
+)
+def test_an_answer_is_cleaned(line):
+    assert cleaned(line) == "how fast is the boundary layer"
+
+
+def test_words_before_a_colon_that_are_no_label_stay():
+    for line in ("SQL query: how to join", "python: list or tuple", 'what does "stall" mean', "3 phase motors"):
+        assert cleaned(line) == line
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("I'm sorry, but I cannot help with that.", "refused"),
+        ("I’m sorry, I don't understand the question.", "refused"),
+        ("Query: I cannot provide a search query for", "refused"),
+        ("As an AI language model, I do not have access", "refused"),
+        ("Es tut mir leid, das kann ich nicht", "refused"),
+        ("抱歉，我无法回答", "refused"),
+        ("", "empty_answer"),
+        (None, "empty_answer"),
+        ("Here is a search query:", "empty_answer"),
+        ("how to measure\x07 the layer", "unusable_text"),
+    ],
+)
+def test_an_answer_without_a_query_is_rejected(content, reason):
+    with pytest.raises(RejectedAnswer) as raised:
+        read_line(Answer(content, "stop"))
+    assert raised.value.reason == reason
+
+
+def test_only_a_finished_line_is_read():
+    for answer in (Answer("what is a", "length"), Answer(None, refused="filtered"), Answer("x y z", "content_filter")):
+        with pytest.raises(RejectedAnswer, match=r"cut_off|refused"):
+            read_line(answer)
+    # A server that does not stop at the end of the line.
+    assert read_line(Answer("Here is a query:\n\nwhat is lift\n\nPassage: and", "length")) == "what is lift"
+    assert read_line(Answer("I can't log in to my account", "stop")) == "I can't log in to my account"
+
+
+@pytest.fixture(scope="module")
+def example(rows):
+    """A passage, examples for it, and the words of all passages."""
+    each = [Passage(row["_id"], row["title"], row["text"], row["document"], row["file"]) for row in rows]
+    offered = [
+        Candidate(row.text.split(".")[0], "sentence", row.title, ".".join(row.text.split(".")[1:]), row.id, "d")
+        for row in each[:40]
+    ]
+    statistics = WordStatistics([(row.id, f"{row.title} {row.text}") for row in each])
+    passage = each[100]
+    return passage, Examples(offered, 0).of(passage), statistics
+
+
+def test_copies_and_echoes_are_rejected_with_their_reasons(example):
+    passage, examples, statistics = example
+    shown = examples[0].positive.split()
+    cases = {
+        passage.title.replace(" >", ""): "repeats the title",
+        passage.text.split(".")[1].strip(): "copied from the rest",
+        "what is the weather like in april": "shares too little with the rest",
+        "ok": "too short",
+        examples[-1].query.lower(): "echoed prompt",
+        " ".join(shown[2:9]): "echoed prompt",
+        "A search query that this passage answers, in the language of the passage": "echoed prompt",
+        "Passage: how it works": "echoed prompt",
+    }
+    for query, expected in cases.items():
+        with pytest.raises(RejectedAnswer) as raised:
+            read_query(query, passage, examples, statistics)
+        assert (query, raised.value.cause) == (query, expected)
+    query = well(prompt_of(passage, examples))
+    candidate = read_query(query, passage, examples, statistics)
+    assert candidate == (query, "model", passage.title, passage.text, passage.id, passage.document, "")
+
+
+def test_examples_are_of_other_passages_in_the_same_language():
+    german = "Der Motor wird mit dem Öl aus dem Tank versorgt, und der Druck ist in der Anzeige zu sehen"
+    english = "The motor is fed with the oil of the tank, and the pressure can be seen on the dial as it is"
+    offered = [
+        Candidate(f"{kind} {language} {row}", kind, "", text, f"{language}{row}", "d")
+        for row in range(30)
+        for kind in ("sentence", "question")
+        for language, text in (("german", german), ("english", english))
+    ]
+    examples = Examples(offered, 0)
+    for language, text in (("german", german), ("english", english)):
+        found = examples.of(Passage(f"{language}7", "", f"{text}. {text}", "d", ""))
+        assert len(found) == NUM_EXAMPLES
+        assert all(language in each.query and each.passage != f"{language}7" for each in found)
+        assert {each.kind for each in found} == {"sentence", "question"}
+    assert Examples([], 0).of(Passage("p", "", "text", "d", "")) == []
+
+
+# Jobs.
+
+
+def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with chat_server(writes_well) as server:
+        report = ask(server, passages, tmp_path / "out", max_requests=60)
+    assert len(server.requests) == report.kinds["model"]["proposed"] == 60
+    pairs = read_rows(tmp_path / "out" / "pairs.jsonl")
+    found = [row for row in pairs if row["kind"] == "model"]
+    assert 55 <= len(found) == report.kinds["model"]["training"]
+    assert report.kinds["model"]["pseudo_test"] == 0
+    row_of = {row["_id"]: row for row in rows}
+    for row in found:
+        passage = row_of[row["passage"]]
+        assert row["positive"] == f"{passage['title']} {passage['text']}"
+        assert re.match(r"why (\w+) ", row["query"])[1] in passage["text"]
+    test = read_rows(tmp_path / "out" / "evaluation-pseudo" / "queries.jsonl")
+    assert {row["kind"] for row in test} == {"sentence", "heading"}
+    tested = {row_of[row["passage"]]["document"] for row in test}
+    assert tested.isdisjoint(row["document"] for row in found)
+    # The other pairs are those of a run without a model.
+    make_queries(passages, tmp_path / "without")
+    assert read_rows(tmp_path / "without" / "pairs.jsonl") == [row for row in pairs if row["kind"] != "model"]
+    # What was sent: examples of other passages, one short line, and the model that the server lists.
+    body = server.requests[0]
+    assert (body["model"], body["max_tokens"], body["temperature"], body["stop"]) == ("m", 32, 0.7, ["\n"])
+    assert body["stream"]
+    for request in server.requests:
+        prompt = request["messages"][0]["content"]
+        assert prompt.startswith(INSTRUCTION)
+        assert prompt.count("\nQuery: ") == NUM_EXAMPLES
+    # The cost is said before it is spent.
+    line = next(message for message in caplog.messages if "requests, some" in message)
+    num_tokens = int(re.search(r"some ([\d,]+) tokens", line)[1].replace(",", ""))
+    prompts = sum(len(request["messages"][0]["content"]) for request in server.requests)
+    assert line.startswith("m: 60 requests, ")
+    assert num_tokens == pytest.approx(prompts / 4, rel=0.02)
+    assert "at most 1,920 of answers; 0 answers are saved" in line
+
+
+def test_rejected_answers_are_counted_by_reason_and_saved(passages, tmp_path):
+    def behaviour(prompt, seed, count):
+        title, _, text = passage_in(prompt).partition(" The ")
+        kinds = {
+            0: "I'm sorry, but I can't assist with that.",
+            1: title.replace(" >", ""),
+            2: re.findall("Query: (.+)", prompt)[0],
+            3: f"The {text.partition('.')[0]}",
+            4: "which of them all is it",
+        }
+        return Reply(kinds.get(seed % 10, well(prompt)), finish_reason="length" if seed % 10 == 5 else "stop")
+
+    with chat_server(behaviour) as server:
+        report = ask(server, passages, tmp_path / "out", max_requests=120)
+    count = Counter(request["seed"] % 10 for request in server.requests)
+    assert min(count.values()) > 2
+    rejected = report.kinds["model"]["rejected"]
+    expected = ("refused", "repeats the title", "echoed prompt", "copied from the rest")
+    assert [rejected[reason] for reason in expected] == [count[each] for each in range(4)]
+    assert rejected["shares too little with the rest"] == count[4]
+    assert rejected["cut off"] == count[5]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["kinds"]["model"]["rejected"] == rejected
+    assert sum(rejected.values()) + summary["kinds"]["model"]["training"] == 120
+    assert len(keys_of(tmp_path / "out")) == 120
+
+
+def test_a_models_queries_pass_the_filters_that_compare_queries(passages, tmp_path):
+    def behaviour(prompt, seed, count):
+        title, _, text = passage_in(prompt).partition(" The ")
+        absent = [each for each in (*VERBS, *PLACES) if each not in text]
+        kinds = {
+            # The same for passages of a document.
+            0: f"why is {title.split()[0]} near the reactor",
+            # Nearly a sentence that the passage offers.
+            1: f"The {text.partition('.')[0]}x",
+            # Words that other passages have.
+            2: f"{text.split()[1]} {' '.join(absent[:8])} near",
+        }
+        return Reply(kinds.get(seed % 4, well(prompt)))
+
+    with chat_server(behaviour) as server:
+        report = ask(server, passages, tmp_path / "out", max_requests=120)
+    asked = [request for request in server.requests if request["seed"] % 4 == 0]
+    topics = [passage_in(request["messages"][0]["content"]).split()[0] for request in asked]
+    num_same = sum(topics.count(topic) > 1 for topic in topics)
+    rejected = report.kinds["model"]["rejected"]
+    assert num_same == rejected["several passages have it"] > 5
+    assert rejected["near-copy of another query"] > 5
+    assert rejected["not found by the rest of its passage"] > 5
+    assert report.kinds["model"]["training"] > 25
+
+
+def test_no_query_of_a_model_resembles_an_evaluation_query(rows, passages, tmp_path):
+    with chat_server(writes_well) as server:
+        model = QueryModel(server.endpoint, "m", 30)
+        make_queries(passages, tmp_path / "first", model=model)
+        found = [row["query"] for row in read_rows(tmp_path / "first" / "pairs.jsonl") if row["kind"] == "model"]
+        log = [{"query": f"{query} today", "passage": rows[0]["_id"]} for query in found[:5]]
+        write_rows(tmp_path / "log.jsonl", log)
+        make_queries(passages, tmp_path / "second", log=tmp_path / "log.jsonl", model=model)
+    kept = {row["query"] for row in read_rows(tmp_path / "second" / "pairs.jsonl")}
+    assert len(kept & {*found[5:]}) > 10
+    assert kept.isdisjoint(found[:5])
+
+
+def test_a_model_whose_answers_are_all_unusable_is_an_input_error_with_two_of_them(passages, tmp_path):
+    def behaviour(prompt, seed, count):
+        return Reply(f"I'm sorry, I cannot answer number {seed}.")
+
+    for number, what in ((10, "all 10"), (200, "20 of the last 20")):
+        with chat_server(behaviour) as server:
+            message = refused(
+                InputError, f"m: {what} answers", ask, server, passages, tmp_path / "out", max_requests=number
+            )
+        assert message.count("refused: \"I'm sorry, I cannot answer number") == 2
+        assert "name a stronger model, or leave out --endpoint" in message
+        assert not (tmp_path / "out").exists()
+        assert len(server.requests) < 40
+
+
+def test_a_server_that_is_not_there_or_lists_no_single_model_is_refused_before_any_work(passages, tmp_path):
+    with chat_server(writes_well) as server:
+        for models, says in (
+            ([], "does not list its models"),
+            (None, "status 404"),
+            (["a", "b"], r"2 models \(a, b\)"),
+        ):
+            server.models = models
+            message = refused(InputError, says, ask, server, passages, tmp_path / "out")
+            assert "name the model by --endpoint-model" in message
+        # A server without a list is asked for the model that is named.
+        server.models = None
+        assert ask(server, passages, tmp_path / "named", model="x", max_requests=3).kinds["model"]["proposed"] == 3
+        assert {request["model"] for request in server.requests} == {"x"}
+    message = refused(InputError, "no connection", ask, server, passages, tmp_path / "out", model="m")
+    assert "start the server" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["named", "named.work"]
+    refused(OptionError, "max_requests must be >= 1", QueryModel, "http://host/v1", max_requests=0)
+    refused(OptionError, "endpoint must be an HTTP URL", QueryModel, "host:8000")
+
+
+def test_a_rate_limit_is_obeyed(passages, tmp_path):
+    window, answered, refusals, lock = 0.05, [], [], threading.Lock()
+
+    def behaviour(prompt, seed, count):
+        with lock:
+            if answered and time.monotonic() - answered[-1] < window:
+                refusals.append(seed)
+                return Reply(status=429, headers={"Retry-After": str(window)})
+            answered.append(time.monotonic())
+        return writes_well(prompt, seed, count)
+
+    with chat_server(behaviour) as server:
+        report = ask(server, passages, tmp_path / "out", max_requests=10)
+    assert refusals
+    assert len(answered) == report.kinds["model"]["proposed"] == 10
+    assert len(server.requests) < 40
+
+
+def test_a_killed_command_asks_nothing_twice_and_ends_with_the_same_files(passages, tmp_path):
+    def behaviour(prompt, seed, count):
+        reply = writes_well(prompt, seed, count)
+        reply.seconds = 0.02
+        return reply
+
+    folder = tmp_path / "killed"
+    with chat_server(behaviour) as server:
+        model = QueryModel(server.endpoint, max_requests=40)
+        make_queries(passages, tmp_path / "whole", model=model)
+        for num_answers in (5, 15):
+            process = fork(lambda: killable(passages, folder, model))
+            while len(keys_of(folder)) < num_answers:
+                time.sleep(0.005)
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            assert not folder.exists()
+            saved = keys_of(folder)
+            assert num_answers <= len(saved) < 40
+            server.requests.clear()
+        make_queries(passages, folder, model=model)
+        names = ("pairs.jsonl", "summary.json")
+        contents = [[(path / name).read_bytes() for name in names] for path in (folder, tmp_path / "whole")]
+        # The line about the answers names their folder.
+        assert contents[0][0] == contents[1][0]
+        assert contents[0][1] == contents[1][1].replace(b"whole.work", b"killed.work")
+        assert len(server.requests) == 40 - len(saved)
+        seeds = {derive_seed(0, "request", key.rpartition("/")[0]) % 2**31 for key in saved}
+        assert seeds.isdisjoint(request["seed"] for request in server.requests)
+        # More requests keep the answers; a finished command sends none.
+        server.requests.clear()
+        assert make_queries(passages, folder, model=model).reused
+        assert not server.requests
+        ask(server, passages, folder, max_requests=50)
+        assert len(server.requests) == 10
+    assert len(keys_of(folder)) == len(set(keys_of(folder))) == 50
+
+
+def killable(passages, folder, model):
+    make_queries(passages, folder, model=model)
+
+
+def test_the_key_is_in_no_file(passages, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with chat_server(writes_well) as server:
+        ask(server, passages, tmp_path / "out", max_requests=5)
+    assert {header["authorization"] for header in server.headers} == {"Bearer sk-secret"}
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(paths) > 6
+    assert not [path for path in paths if b"sk-secret" in path.read_bytes()]
