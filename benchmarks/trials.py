@@ -115,6 +115,11 @@ AnyRecipe = TypeVar("AnyRecipe", bound=TrainingRecipe)
 
 def trial_options(description: str | None) -> argparse.Namespace:
     """Parse the command line that all experiments share."""
+    return trial_parser(description).parse_args()
+
+
+def trial_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all experiments share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tiny", action="store_true", help="try the script with a few steps; writes no row")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
@@ -122,7 +127,7 @@ def trial_options(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path("checkpoints/trials"), help="folder of corpora, vectors, clusters and models"
     )
-    return parser.parse_args()
+    return parser
 
 
 def replaced(chosen: argparse.Namespace, **values: object) -> argparse.Namespace:

@@ -74,6 +74,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "checkpoints/minilm_rotary": {**_MINILM, "model_type": "jina_embeddings_v3", "vocab_size": 30_528},
     "checkpoints/small_decoder": _SMALL_DECODER,
     "checkpoints/small_decoder_mntp": _SMALL_DECODER,
+    "checkpoints/mntp_smollm2": _SMOLLM2,
+    "checkpoints/nv_embed_smollm2_stage1": _SMOLLM2,
 }
 
 

@@ -59,7 +59,8 @@ def write_source(source: dict[str, Any], is_text: bool) -> dict[str, Any]:
         paths = [f"data/{source['name']}.jsonl"]
         source = {name: value for name, value in source.items() if name not in ("subset", "split", "revision")}
     local = [path.replace("${EMBED_TRAIN_DATA}", "data").replace("$EMBED_TRAIN_DATA", "data") for path in paths]
-    rows = [{"text": f"{row['query']} {row['positive']}"} for row in rows_of({})] if is_text else rows_of(source)
+    column = source.get("column", "text")
+    rows = [{column: f"{row['query']} {row['positive']}"} for row in rows_of({})] if is_text else rows_of(source)
     for number, path in enumerate(local):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_rows(Path(path), rows[number :: len(local)])

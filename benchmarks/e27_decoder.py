@@ -1,0 +1,111 @@
+"""E27: NV-Embed's choices on a pretrained decoder: mask, pooling, masked next-token prediction, stages, negatives.
+
+SmolLM2-135M trains with LoRA on 1,280 pairs: 40 batches of 32, queries of 24 tokens, documents of 32. Masked next-token
+prediction (MNTP) on the positives of the same pairs comes before. NV-Embed reports gains from removing the mask, from
+latent attention and from a second stage without in-batch negatives (arXiv:2405.17428, Tables 2 to 4). LLM2Vec reports
+that a Llama model is worse without its mask unless MNTP comes first (arXiv:2404.05961, §3). Differences have 95 %
+bootstrap intervals over the queries; a query's score is its mean over the seeds. Needs EMBED_DATA.
+
+`--only` runs some variants; a variant that has rows is not run again.
+"""
+
+from argparse import Namespace
+from dataclasses import asdict, replace
+
+from benchmarks.decoder_data import SIMILARITY, TESTS
+from benchmarks.decoder_trials import Recipe, compare, run_trial
+from benchmarks.docstring_trials import MODEL
+from benchmarks.trials import Trial, run_trials, sized, table, trial_parser
+from benchmarks.workloads import data_folder
+
+METRICS = [*TESTS, SIMILARITY, "validation", "CPU seconds"]
+CAUSAL, OPEN, ADAPTED = (Recipe(), Recipe(bidirectional=True), Recipe(bidirectional=True, mntp_steps=150))
+WHOLE = "MNTP, mask removed, latent"
+MAIN = {
+    WHOLE: replace(ADAPTED, pooling="latent"),
+    "causal, mean": CAUSAL,
+    "MNTP, mask removed, mean": ADAPTED,
+    "mask removed, mean": OPEN,
+    "mask removed, latent": replace(OPEN, pooling="latent"),
+    "causal, last token": replace(CAUSAL, pooling="last"),
+}
+UNTRAINED = {
+    f"untrained, {name}": replace(recipe, num_steps=0)
+    for name, recipe in {
+        "MiniLM": replace(CAUSAL, backbone=MODEL),
+        "causal, mean": CAUSAL,
+        "mask removed, mean": OPEN,
+        "50 steps of MNTP, mean": replace(ADAPTED, mntp_steps=50),
+        "150 steps of MNTP, mean": ADAPTED,
+        "500 steps of MNTP, mean": replace(ADAPTED, mntp_steps=500),
+    }.items()
+}
+# Variants of which all seeds run; the others of `MORE` run with one.
+THREE_SEEDS = ("causal, latent", "one stage", "two stages")
+MORE = {
+    "causal, latent": replace(CAUSAL, pooling="latent"),
+    "one stage": replace(MAIN[WHOLE], negatives=True),
+    "two stages": replace(MAIN[WHOLE], negatives=True, first_steps=20, in_batch=False),
+    "two stages, in-batch negatives in both": replace(MAIN[WHOLE], negatives=True, first_steps=20),
+    "one stage, no in-batch negatives": replace(MAIN[WHOLE], negatives=True, in_batch=False),
+    **{
+        f"{name}, learning rate {rate:g}": replace(MAIN[name], learning_rate=rate)
+        for name in (WHOLE, "causal, mean")
+        for rate in (2.5e-4, 1e-3)
+    },
+    "50 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=50),
+    "500 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=500),
+    "mask removed, last token": replace(OPEN, pooling="last"),
+    "MNTP, mask removed, last token": replace(ADAPTED, pooling="last"),
+    **{f"{name}, 3,840 pairs": replace(MAIN[name], num_pairs=3840, num_steps=120) for name in (WHOLE, "causal, mean")},
+}
+GAINS = [
+    (WHOLE, "causal, mean"),
+    (WHOLE, "MNTP, mask removed, mean"),
+    (WHOLE, "untrained, MiniLM"),
+    ("MNTP, mask removed, mean", "mask removed, mean"),
+    ("MNTP, mask removed, mean", "causal, mean"),
+    ("mask removed, mean", "causal, mean"),
+    ("mask removed, latent", "mask removed, mean"),
+    ("causal, mean", "causal, last token"),
+    ("causal, latent", "causal, mean"),
+    ("untrained, 150 steps of MNTP, mean", "untrained, causal, mean"),
+    ("two stages", "one stage"),
+    ("two stages", "two stages, in-batch negatives in both"),
+    ("one stage", "one stage, no in-batch negatives"),
+    (f"{WHOLE}, 3,840 pairs", "causal, mean, 3,840 pairs"),
+]
+
+
+def trials_of(chosen: Namespace) -> list[Trial]:
+    """The trials, the most important ones first. Before training, a model does not depend on the seed."""
+    recipes = sized(chosen, {**MAIN, **UNTRAINED, **MORE})
+    seeds = range(1 if chosen.tiny else chosen.seeds)
+    late = [name for name in UNTRAINED if "500" in name]
+    places = [(0, name) for name in (*MAIN, *UNTRAINED) if name not in late]
+    places += [(seed, name) for seed in seeds[1:] for name in MAIN]
+    places += [(seed, name) for name in MORE for seed in (seeds if name in THREE_SEEDS else (0,))]
+    places += [(0, name) for name in late]
+    chosen_names = chosen.only or list(recipes)
+    return [Trial("E27", name, seed, asdict(recipes[name])) for seed, name in places if name in chosen_names]
+
+
+def main() -> None:
+    """Run the trials, print the table, and record the differences."""
+    parser = trial_parser(__doc__)
+    parser.add_argument(
+        "--only", nargs="+", metavar="VARIANT", choices=[*MAIN, *UNTRAINED, *MORE], help="run these only"
+    )
+    parser.set_defaults(workers=1)
+    chosen = parser.parse_args()
+    if not chosen.tiny and not data_folder().is_dir():
+        print("E27 skipped: set EMBED_DATA to the folder with the data sets")
+        return
+    trials = trials_of(chosen)
+    scores = run_trials(chosen, trials, run_trial)
+    print(f"E27, nDCG@10; {SIMILARITY}: Spearman's correlation\n{table(scores, METRICS)}")
+    compare(chosen, scores, trials, GAINS)
+
+
+if __name__ == "__main__":
+    main()
