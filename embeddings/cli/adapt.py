@@ -14,6 +14,7 @@ import yaml
 from embeddings.adaptation.model_queries import QueryModel
 from embeddings.adaptation.real_queries import deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
+from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.parser import CONFIGS
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
@@ -21,6 +22,7 @@ from embeddings.common.io import file_sha256, write_manifest, write_text
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.inference.bm25 import ENGLISH, tokenizer
 from embeddings.models import Embedder
+from embeddings.models.model_card import add_section
 from embeddings.models.model_files import PACKAGED_NAME, resolve_model
 
 CONFIG = CONFIGS / "own_pairs.yaml"
@@ -146,6 +148,8 @@ class Steps:
             options += ["--general", _listed(general)] if general else []
             options += ["--language", self.language]
             self.command("compare", "--start", self.model, "--data", _listed(tests), "--output", verdict, *options)
+            if is_trained and not self.dry_run:
+                add_section(self.adapted, "Verdict", (verdict / CARD_SECTION).read_text("utf-8"))
         chosen, is_hybrid = recommended(verdict / "verdict.json")
         vectors = self.output / "vectors"
         if chosen == WHITENED:

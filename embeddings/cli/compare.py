@@ -11,7 +11,7 @@ from embeddings.adaptation.path import (
     interpolate_models,
     path_scores,
 )
-from embeddings.adaptation.report import write_verdict_page
+from embeddings.adaptation.report import card_section, write_verdict_page
 from embeddings.adaptation.verdict import compare as compare_models
 from embeddings.adaptation.verdict import format_verdict
 from embeddings.adaptation.whitening import write_whitened
@@ -26,6 +26,8 @@ from embeddings.inference import Precision
 from embeddings.inference.bm25 import ENGLISH
 
 VERDICT = {"kind": "verdict"}
+# The verdict for the card of a model.
+CARD_SECTION = "verdict.md"
 
 
 def compare(
@@ -47,8 +49,8 @@ def compare(
     Args:
         start: The starting model, a directory or Hub id.
         data: A retrieval folder with test queries, or a folder of them; several as `[FOLDER, FOLDER]`.
-        output: The folder to write: `verdict.json`, `queries.jsonl` with the scores of each query, `report.html`, and
-            the documents' vectors, which a later comparison in this folder reads.
+        output: The folder to write: `verdict.json`, `verdict.md` for a card, `queries.jsonl` with the scores of each
+            query, `report.html`, and the documents' vectors, which a later comparison in this folder reads.
         trained: A model that was trained from it; several as `[MODEL, MODEL]`, the simplest first.
         general: Data of other domains, on which forgetting is measured: folders of retrieval data, or of sentence pairs
             with scores; several as `[FOLDER, FOLDER]`.
@@ -68,6 +70,7 @@ def compare(
     write_json(folder / "verdict.json", verdict.to_dict())
     rows = (json.dumps(row, ensure_ascii=False) for row in verdict.query_rows())
     write_text(folder / "queries.jsonl", "".join(f"{row}\n" for row in rows))
+    write_text(folder / CARD_SECTION, card_section(verdict) + "\n")
     write_verdict_page(verdict, folder / "report.html")
     write_manifest(folder, {**VERDICT, "complete": True})
     print(format_verdict(verdict))

@@ -121,6 +121,9 @@ def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monk
     assert verdict["variant"].endswith("hybrid")
     assert printed.split("search: ")[1].splitlines()[0].endswith("--hybrid")
     assert Path("mine/vectors/words").is_dir()
+    # The card of the trained model says what it gained.
+    card = Path("mine/adapted/README.md").read_text()
+    assert Path("mine/verdict/verdict.md").read_text().strip() in card.partition("## Verdict")[2]
 
 
 @pytest.mark.parametrize(
