@@ -33,11 +33,11 @@ KIND = "model"
 MAX_REQUESTS = 2_000
 MAX_ANSWER_TOKENS, TEMPERATURE = 32, 0.7
 INSTRUCTION = (
-    "For the last passage, write one line: a search query that this passage answers, in the language of the passage. "
-    "Do not copy its title or its sentences."
+    "Write one line: a short search query that this passage answers, in the language of the passage, without copying "
+    "its title or its sentences."
 )
-# Examples of a prompt, those of a kind from which they are chosen, and the most words of an example's query.
-NUM_EXAMPLES, _POOL, _MOST_WORDS = 4, 64, 25
+# Examples of a request, those of a kind from which they are chosen, and the most words of an example's query.
+NUM_EXAMPLES, _POOL, _MOST_WORDS = 4, 64, 15
 # Characters of an example's passage and of the passage itself in a prompt.
 _EXAMPLE_CHARACTERS, _PASSAGE_CHARACTERS = 300, 1_500
 # A shorter query may occur in the examples by chance.
@@ -154,7 +154,7 @@ def answer_folder(output: Path, sampling: Sampling) -> Path:
 def _announce(model: str, missing: Sequence[Request], num_saved: int) -> None:
     """Say what the requests may cost, before the first is sent."""
     if missing:
-        prompts = sum(len(request.prompt.encode()) // _TOKEN_BYTES for request in missing)
+        prompts = sum(request.num_bytes // _TOKEN_BYTES for request in missing)
         answers = MAX_ANSWER_TOKENS * len(missing)
         tokens = f"some {prompts:,} tokens of prompts (estimated) and at most {answers:,} of answers"
         logger.info("%s: %s requests, %s; %s answers are saved", model, f"{len(missing):,}", tokens, f"{num_saved:,}")
@@ -214,18 +214,18 @@ class Examples:
         return [*first.values(), *others][:NUM_EXAMPLES][::-1]
 
 
-def prompt_of(passage: Passage, examples: Sequence[Candidate]) -> str:
-    """The prompt for one line: the instruction, the examples, and the passage."""
-    shown = [f"Passage: {shorten(each.positive, _EXAMPLE_CHARACTERS)}\nQuery: {each.query}" for each in examples]
-    text = shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS)
-    return "\n\n".join([INSTRUCTION, *shown, f"Passage: {text}\nQuery:"])
+def prompt_of(text: str) -> str:
+    """The prompt for one line about a text."""
+    return f"Passage: {text}\n\n{INSTRUCTION}"
 
 
 def _request(passage: Passage, examples: Examples, statistics: WordStatistics, seed: int) -> Request:
     chosen = examples.of(passage)
     read = partial(read_query, passage=passage, examples=chosen, statistics=statistics)
-    prompt = prompt_of(passage, chosen)
-    return make_request(f"query/{passage.id}", prompt, seed, read, wants_object=False, parse=read_line)
+    # As an earlier conversation: chat models of any size then answer in the same form.
+    shown = [(prompt_of(shorten(each.positive, _EXAMPLE_CHARACTERS)), each.query) for each in chosen]
+    prompt = prompt_of(shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS))
+    return make_request(f"query/{passage.id}", prompt, seed, read, False, parse=read_line, examples=shown)
 
 
 _REFUSAL = regex.compile(
@@ -291,7 +291,7 @@ def read_query(query: str, passage: Passage, examples: Sequence[Candidate], stat
     # A copy of the passage is rejected as such.
     is_shown = is_shown and key not in key_of(f"{passage.title} {passage.text}")
     opening = key_of(INSTRUCTION)[:40]
-    if key in known or is_shown or opening in key or key.startswith(("passage:", "search query that")):
+    if key in known or is_shown or opening in key or key.startswith("passage:"):
         raise RejectedAnswer("echoed_prompt", query)
     candidate = _candidate(query, passage)
     if fault := statistics.fault(candidate, passage):

@@ -6,10 +6,11 @@ import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from embeddings.common.errors import InputError, OptionError, UserError, require
@@ -46,10 +47,11 @@ class EndpointError(UserError):
 
 
 class Request(NamedTuple):
-    """One prompt, sent as one user message; `key` is its name in the journal.
+    """One prompt, sent as one user message after those of `examples`; `key` is its name in the journal.
 
     `read` raises `RejectedAnswer` for an answer that cannot be used; `retry` makes the request that then follows.
     `schema` is the JSON schema of an answer. `parse` makes the value that `read` gets, by default that of JSON.
+    `examples` are prompts with good answers.
     """
 
     key: str
@@ -60,6 +62,11 @@ class Request(NamedTuple):
     retry: Callable[[], "Request"] | None = None
     schema: Mapping[str, Any] | None = None
     parse: Callable[[Answer], Any] = parse_answer
+    examples: Sequence[tuple[str, str]] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.encode()) for text in (self.prompt, *chain(*self.examples)))
 
 
 def make_request(
@@ -71,11 +78,13 @@ def make_request(
     retry: Callable[[], Request] | None = None,
     schema: Mapping[str, Any] | None = None,
     parse: Callable[[Answer], Any] = parse_answer,
+    examples: Sequence[tuple[str, str]] = (),
 ) -> Request:
     """A request; its key contains a hash of the prompt, so that a saved answer is never used for another prompt."""
-    digest = hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
+    text = "\0".join([prompt, *chain(*examples)])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     request_seed = derive_seed(seed, "request", name) % 2**31
-    return Request(f"{name}/{digest}", prompt, request_seed, read, wants_object, retry, schema, parse)
+    return Request(f"{name}/{digest}", prompt, request_seed, read, wants_object, retry, schema, parse, examples)
 
 
 def check_numbers(options: object, *above_zero: str, from_zero: str) -> None:
@@ -124,9 +133,14 @@ class Sampling:
         return {**values, "extra_body": dict(self.extra_body or {})}
 
     def body(self, request: Request) -> dict[str, Any]:
+        messages = [
+            {"role": role, "content": text}
+            for example in request.examples
+            for role, text in zip(("user", "assistant"), example, strict=True)
+        ]
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": request.prompt}],
+            "messages": [*messages, {"role": "user", "content": request.prompt}],
             "seed": request.seed,
             self.token_limit_field: self.max_answer_tokens,
         }

@@ -321,7 +321,9 @@ class RequestRunner:
             clock.cancel()
 
     def _maximum_tokens(self, request: Request) -> int:
-        return len(request.prompt.encode()) + _PROMPT_OVERHEAD + self.client.sampling.max_answer_tokens
+        return (
+            request.num_bytes + _PROMPT_OVERHEAD * (1 + len(request.examples)) + self.client.sampling.max_answer_tokens
+        )
 
     def _exceeds(self, num_tokens: int) -> bool:
         budget = self.client.limits.token_budget

@@ -51,7 +51,7 @@ def passages(rows, tmp_path_factory):
 
 def passage_in(prompt):
     """The text of the passage that a prompt asks about, with its title."""
-    return prompt.rpartition("Passage: ")[2].removesuffix("\nQuery:")
+    return prompt.removeprefix("Passage: ").removesuffix(f"\n\n{INSTRUCTION}")
 
 
 def well(prompt):
@@ -152,14 +152,15 @@ def test_copies_and_echoes_are_rejected_with_their_reasons(example):
         "ok": "too short",
         examples[-1].query.lower(): "echoed prompt",
         " ".join(shown[2:9]): "echoed prompt",
-        "A search query that this passage answers, in the language of the passage": "echoed prompt",
+        "A short search query that this passage answers": "echoed prompt",
+        f"{INSTRUCTION} fast": "echoed prompt",
         "Passage: how it works": "echoed prompt",
     }
     for query, expected in cases.items():
         with pytest.raises(RejectedAnswer) as raised:
             read_query(query, passage, examples, statistics)
         assert (query, raised.value.cause) == (query, expected)
-    query = well(prompt_of(passage, examples))
+    query = well(prompt_of(passage.text))
     candidate = read_query(query, passage, examples, statistics)
     assert candidate == (query, "model", passage.title, passage.text, passage.id, passage.document, "")
 
@@ -210,14 +211,17 @@ def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp
     body = server.requests[0]
     assert (body["model"], body["max_tokens"], body["temperature"], body["stop"]) == ("m", 32, 0.7, ["\n"])
     assert body["stream"]
+    offered = {(row["query"], row["positive"]) for row in pairs if row["kind"] != "model"}
     for request in server.requests:
-        prompt = request["messages"][0]["content"]
-        assert prompt.startswith(INSTRUCTION)
-        assert prompt.count("\nQuery: ") == NUM_EXAMPLES
+        *examples, question = [message["content"] for message in request["messages"]]
+        assert question.endswith(INSTRUCTION)
+        assert len(examples) == 2 * NUM_EXAMPLES
+        shown = zip(examples[::2], examples[1::2], strict=True)
+        assert sum((query, passage_in(text)) in offered for text, query in shown) >= 2
     # The cost is said before it is spent.
     line = next(message for message in caplog.messages if "requests, some" in message)
     num_tokens = int(re.search(r"some ([\d,]+) tokens", line)[1].replace(",", ""))
-    prompts = sum(len(request["messages"][0]["content"]) for request in server.requests)
+    prompts = sum(len(message["content"]) for request in server.requests for message in request["messages"])
     assert line.startswith("m: 60 requests, ")
     assert num_tokens == pytest.approx(prompts / 4, rel=0.02)
     assert "at most 1,920 of answers; 0 answers are saved" in line
@@ -229,7 +233,7 @@ def test_rejected_answers_are_counted_by_reason_and_saved(passages, tmp_path):
         kinds = {
             0: "I'm sorry, but I can't assist with that.",
             1: title.replace(" >", ""),
-            2: re.findall("Query: (.+)", prompt)[0],
+            2: "Write one line: a short search query that this passage answers",
             3: f"The {text.partition('.')[0]}",
             4: "which of them all is it",
         }
@@ -267,7 +271,7 @@ def test_a_models_queries_pass_the_filters_that_compare_queries(passages, tmp_pa
     with chat_server(behaviour) as server:
         report = ask(server, passages, tmp_path / "out", max_requests=120)
     asked = [request for request in server.requests if request["seed"] % 4 == 0]
-    topics = [passage_in(request["messages"][0]["content"]).split()[0] for request in asked]
+    topics = [passage_in(request["messages"][-1]["content"]).split()[0] for request in asked]
     num_same = sum(topics.count(topic) > 1 for topic in topics)
     rejected = report.kinds["model"]["rejected"]
     assert num_same == rejected["several passages have it"] > 5

@@ -103,7 +103,7 @@ class ChatServer:
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one request."""
         request = json.loads(handler.rfile.read(int(handler.headers["content-length"])))
-        prompt, seed = request["messages"][0]["content"], request["seed"]
+        prompt, seed = request["messages"][-1]["content"], request["seed"]
         with self._lock:
             count = sum(other["messages"] == request["messages"] and other["seed"] == seed for other in self.requests)
             self.requests.append(request)

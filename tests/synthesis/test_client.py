@@ -89,6 +89,17 @@ def test_the_options_of_a_request_reach_the_endpoint():
         assert form.get("json_schema", {}).get("schema") == request.schema
 
 
+def test_examples_are_an_earlier_conversation():
+    request = make_request("a/0", "last", 7, read, examples=[("first", "one"), ("second", "two")])
+    _, server = ask(Reply("[1]"), request=request)
+    messages = [(message["role"], message["content"]) for message in server.requests[0]["messages"]]
+    expected = [("user", "first"), ("assistant", "one"), ("user", "second"), ("assistant", "two"), ("user", "last")]
+    assert messages == expected
+    assert request.num_bytes == 21
+    # An answer to other examples is not used.
+    assert request.key != make_request("a/0", "last", 7, read, examples=[("first", "one")]).key
+
+
 def test_the_key_comes_from_the_environment(monkeypatch):
     assert ask(Reply("[1]"))[1].headers[0]["authorization"] == "Bearer none"
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
