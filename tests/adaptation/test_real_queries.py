@@ -33,7 +33,7 @@ def log_of(tmp_path, content, name="log.jsonl", **options):
     [
         ("log.txt", "first one\nsecond  one\n\nFirst one?\n"),
         ("log", "\ufefffirst one\r\nsecond one\r\nfirst one"),
-        ("log.txt.gz", gzip.compress(b"first one\nsecond one\n")),
+        ("log.txt.gz", gzip.compress(b"first one\nsecond one\n", mtime=0)),
         ("log.csv", "when,query\n1,first one\n2,second one\n"),
         ("log.tsv", "question\tuser\nfirst one\t3\nsecond one\t4\n"),
         ("log.jsonl", '{"text": "first one"}\n{"text": "second one"}\n'),
