@@ -165,8 +165,8 @@ class Steps:
             self.command("index", "--vectors", vectors, "--hybrid", "--language", self.language)
         if not self.dry_run:
             self.label(trained, verdict)
-            hybrid = " --hybrid" if is_hybrid else ""
-            print(f"\nsearch: {program()} search --model {served} --vectors {vectors}{hybrid}")
+            search = ["search", "--model", served, "--corpus", str(vectors), *(["--hybrid"] if is_hybrid else [])]
+            print(f'\nsearch: {program()} {shlex.join(search)} "QUERY"')
             if tests:
                 print(f"report: {verdict / 'report.html'}")
 

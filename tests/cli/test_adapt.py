@@ -1,6 +1,7 @@
 """`adapt`: all steps on small documents, what it recommends and asks for, its resume, and refusals."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     # The start is kept, and its vectors are what is searched.
     assert json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]["variant"] == "start"
     assert printed.splitlines()[-2].startswith("search: ")
-    assert f"search --model {model} --vectors mine/vectors" in printed
+    assert f"search --model {model} --corpus mine/vectors" in printed
     labels = read_rows(Path("mine/label_me.jsonl"))
     assert 0 < len(labels) <= 100
     assert all(row["relevant"] is None and row["passage"] in rows for row in labels)
@@ -119,7 +120,11 @@ def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monk
     assert not Path("mine/label_me.jsonl").exists()
     # BM25 finds the words that a tiny model of random weights does not know.
     assert verdict["variant"].endswith("hybrid")
-    assert printed.split("search: ")[1].splitlines()[0].endswith("--hybrid")
+    # The printed line of a search works.
+    line = shlex.split(printed.split("search: ")[1].splitlines()[0])
+    assert line[-2:] == ["--hybrid", "QUERY"]
+    assert main(line[line.index("search") :]) == 0
+    assert "p0" in capsys.readouterr().out
     assert Path("mine/vectors/words").is_dir()
     # The card of the trained model says what it gained.
     card = Path("mine/adapted/README.md").read_text()
