@@ -13,6 +13,7 @@ import regex
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.adaptation.markup import Block, Document, Link
+from embeddings.adaptation.sentences import sentences
 from embeddings.common import TextSettings
 from embeddings.common.errors import OptionError
 from embeddings.data.tokenize import TextTokenizer, copied_backend
@@ -326,35 +327,12 @@ def best_cuts(sizes: Sequence[int], costs: Sequence[float], room: int) -> list[i
 
 # A rule gives the places in a text where it can be cut, each with the cost of a cut there.
 Rule = Callable[[str], list[tuple[int, float]]]
-# The end of a sentence: of ASCII only before white space.
-_SENTENCE_END = regex.compile(
-    r"(?V1)(?:(?<![.!?])(?P<ascii>[.!?]++)[\p{Pe}\p{Pf}\"'*_`]*+(?=\s)|[\p{STerm}--[.!?]]+[\p{STerm}\p{Pe}\p{Pf}\"'*_`]*)\s*"
-)
-_WORD_BEFORE = regex.compile(r"(?:^|(?<=[\s\p{Ps}\p{Pi}.]))[\p{L}\p{N}]+$")
+_SPACE = regex.compile(r"\s*")
 
 
 def sentence_starts(text: str) -> list[tuple[int, float]]:
-    """Where sentences begin after the first one, in any script.
-
-    A full stop ends no sentence before a small letter, after a single letter (an initial), after the number of a
-    list's item, or between a short word and a number (`Fig. 3`).
-    """
-    found = []
-    for match in _SENTENCE_END.finditer(text):
-        if match.end() == len(text):
-            break
-        following = text[match.end()]
-        if match["ascii"] is not None:
-            if following.islower():
-                continue
-            before = _WORD_BEFORE.search(text, max(0, match.start() - 6), match.start())
-            word = before[0] if before is not None else ""
-            is_item = word.isdecimal() and not text[: before.start() if before else 0].rpartition("\n")[2].strip()
-            is_short = 0 < len(word) <= 4 and word.isalpha() and following.isdecimal() and "\n" not in match[0]
-            if match["ascii"] == "." and (is_item or is_short or (len(word) == 1 and word.isalpha())):
-                continue
-        found.append((match.end(), math.inf))
-    return found
+    """Where sentences begin after the first one, with the bullet, number or heading before them."""
+    return [(_SPACE.match(text, each.stop).end(), math.inf) for each in sentences(text)[:-1]]
 
 
 def line_starts(text: str) -> list[tuple[int, float]]:

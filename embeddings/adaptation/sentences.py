@@ -11,8 +11,10 @@ from embeddings.inference.bm25 import NO_LANGUAGE, tokenizer, word_tokens
 # Unicode's characters with QUESTION MARK in their names that end a sentence. A Greek question mark is a semicolon.
 QUESTION_MARKS = "?\u037e\u061f\u1367\u1945\u2047\u2049\u2cfa\u2cfb\u2e2e\u2e54\ua60f\ua6f7\ufe16\ufe56\uff1f\U00011143"
 
-# The end of a sentence: terminators with the quotes and brackets after them.
-_END = regex.compile(r"(?:[\p{SB=AT}\p{SB=ST}]|(?<=\p{Greek}[\p{SB=CL}]?)[;\u037e])+[\p{SB=CL}\p{M}]*")
+# The end of a sentence: terminators with the closing quotes and brackets after them.
+_END = regex.compile(
+    r"(?V1)(?:[\p{SB=AT}\p{SB=ST}]|(?<=\p{Greek}[\p{SB=CL}]?)[;\u037e])+[[\p{SB=CL}\p{M}]--[\p{Ps}\p{Pi}]]*"
+)
 _CLOSE = regex.compile(r"\p{SB=CL}")
 _STRONG = regex.compile(r"\p{SB=ST}|;")
 # The letter or terminator that decides whether a full stop ends a sentence (rule SB8 of UAX #29).

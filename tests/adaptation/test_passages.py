@@ -81,7 +81,7 @@ def test_no_passage_begins_with_a_combining_mark():
         ("1. First item.\n2. Second item.", ["1. First item.\n", "2. Second item."]),
         ("It costs 3.50 today.", ["It costs 3.50 today."]),
         ("Wait... what? Yes!! No.", ["Wait... what? ", "Yes!! ", "No."]),
-        ("我们走。你好吗？“好。”他说", ["我们走。", "你好吗？", "“好。”", "他说"]),
+        ("我们走。你好吗？“好。”他说", ["我们走。", "你好吗？", "“好。”他说"]),
         ("هل يعمل؟ نعم. حسنا", ["هل يعمل؟ ", "نعم. ", "حسنا"]),
         ("यह है। वह है।", ["यह है। ", "वह है।"]),
         ("no end", ["no end"]),
