@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.parser import CONFIGS
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
-from embeddings.common.io import file_sha256, write_manifest, write_text
+from embeddings.common.io import file_sha256, text_hash, write_manifest, write_text
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.inference.bm25 import ENGLISH, tokenizer
 from embeddings.models import Embedder
@@ -102,6 +103,9 @@ def adapt(
         return
     fields: dict[str, Any] = {"kind": "adaptation", "model": model, "language": language, "seed": seed}
     fields |= {"documents": str(documents.expanduser().resolve()), "minutes": minutes}
+    # Other queries hold out other documents. The address of an endpoint may contain a password.
+    fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
+    fields |= {"hold_out_judged": hold_out_judged, "endpoint": None if endpoint is None else text_hash(endpoint)}
     fields |= {"training_sha256": file_sha256(training)}
     with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
         JobFolder(steps.output, fields)
@@ -219,7 +223,7 @@ class Steps:
 
     def label(self, trained: list[Path], verdict: Path) -> None:
         """Write what to judge if there are too few judged queries: where the variants disagree."""
-        path, found = self.output / "label_me.jsonl", verdict / "verdict.json"
+        path, found = label_path(self.output), verdict / "verdict.json"
         decision = json.loads(found.read_text("utf-8"))["recommendation"] if found.exists() else {}
         if decision.get("num_real_queries", 0) >= MIN_REAL_QUERIES:
             return
@@ -242,8 +246,26 @@ class Steps:
             rankings[name] = row_QK
         items = deciding_items(rankings, MAX_LABELS)
         if items:
-            count = write_label_file(path, list(texts.values()), self.passages, items)
-            print(f"\n{path}: {count} passages to judge; set relevant to true or false, and give it as --queries")
+            num_items = write_label_file(path, list(texts.values()), self.passages, items)
+            how = "set relevant to true or false, and give it as --queries with a new --output"
+            print(f"\n{path}: {num_items} passages to judge; {how}")
+
+
+def label_path(folder: Path) -> Path:
+    """The file of labels to write: the first of `label_me.jsonl`, `label_me-2.jsonl`, ... without a judgement."""
+    for number in count(1):
+        path = folder / f"label_me{'' if number == 1 else f'-{number}'}.jsonl"
+        try:
+            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+            is_judged = any(row["relevant"] is not None for row in rows)
+        except FileNotFoundError:
+            return path
+        except (ValueError, KeyError, TypeError):
+            # Someone's edit, which is kept too.
+            is_judged = True
+        if not is_judged:
+            return path
+    raise AssertionError
 
 
 def _listed(paths: list[Path]) -> str:

@@ -87,6 +87,26 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert "real queries" in capsys.readouterr().out
 
 
+def test_a_file_with_judgements_is_never_written_again(tmp_path):
+    path = tmp_path / "label_me.jsonl"
+    assert adapt.label_path(tmp_path) == path
+    write_rows(path, [{"query": "q", "passage": "p", "relevant": None}])
+    assert adapt.label_path(tmp_path) == path
+    write_rows(path, [{"query": "q", "passage": "p", "relevant": None}, {"query": "q", "passage": "r", "relevant": 0}])
+    assert adapt.label_path(tmp_path) == tmp_path / "label_me-2.jsonl"
+    (tmp_path / "label_me-2.jsonl").write_text("an edit of\n")
+    assert adapt.label_path(tmp_path) == tmp_path / "label_me-3.jsonl"
+
+
+def test_other_queries_need_a_new_folder(documents, model, capsys, monkeypatch, tmp_path):
+    write_rows(Path("log.jsonl"), [{"query": "what", "file": documents[0]["document"]}])
+    monkeypatch.setattr(adapt, "run_step", lambda argv: None)
+    assert run(model) == 0
+    before = Path("mine/manifest.json").read_bytes()
+    assert_refused(capsys, tmp_path, "queries", run, model, "--queries", "log.jsonl")
+    assert Path("mine/manifest.json").read_bytes() == before
+
+
 def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch):
     monkeypatch.setattr(adapt, "MAX_STEPS", 1)
     calls, dispatch = [], adapt.run_step
