@@ -55,7 +55,7 @@ def adapt(
 
     Runs `passages`, `queries`, `mine`, `fit`, `interpolate`, `compare`, `encode` and `index`, and prints each command,
     which can be run by itself. A trained model is recommended only by at least 50 real queries (`--queries`). To
-    resume, run the same command again: finished steps are kept.
+    resume, run the same command again: the documents are read again, and other finished steps are kept.
 
     Args:
         documents: A folder of documents, or a file (see `passages`).
