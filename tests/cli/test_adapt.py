@@ -152,20 +152,40 @@ def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monk
 
 
 @pytest.mark.parametrize(
-    ("variant", "expected"),
+    ("variant", "served", "is_hybrid"),
     [
-        ("start", ("start", False)),
-        ("hybrid", ("start", True)),
-        ("whitened", ("whitened", False)),
-        ("trained", ("trained", False)),
-        ("trained + hybrid", ("trained", True)),
+        ("start", "START", False),
+        ("hybrid", "START", True),
+        ("whitened", "mine/whitened", False),
+        ("trained", "mine/adapted", False),
+        ("trained + hybrid", "mine/adapted", True),
     ],
 )
-def test_the_recommended_variant_is_what_is_served(variant, expected, tmp_path):
-    path = tmp_path / "verdict.json"
-    path.write_text(json.dumps({"recommendation": {"variant": variant}}))
-    assert adapt.recommended(path) == expected
-    assert adapt.recommended(tmp_path / "absent.json") == ("start", False)
+def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, documents, model, capsys, monkeypatch):
+    """The other commands are stand-ins: these models cannot be made to win."""
+    calls = []
+
+    def stand_in(argv):
+        calls.append(argv)
+        if argv[0] == "queries":
+            for name in ("evaluation", "validation"):
+                Path("mine/queries", name).mkdir(parents=True)
+            Path("mine/queries/pairs.jsonl").write_text("{}\n" * 100)
+        if argv[0] == "compare":
+            Path("mine/verdict").mkdir()
+            decision = {"variant": variant, "num_real_queries": 60}
+            Path("mine/verdict/verdict.json").write_text(json.dumps({"recommendation": decision}))
+            Path("mine/verdict/verdict.md").write_text("the verdict\n")
+
+    monkeypatch.setattr(adapt, "run_step", stand_in)
+    assert run(model, "--queries", "docs") == 0
+    encoded = next(argv for argv in calls if argv[0] == "encode" and argv[argv.index("--output") + 1] == "mine/vectors")
+    expected = model if served == "START" else served
+    assert encoded[encoded.index("--model") + 1] == expected
+    line = shlex.split(capsys.readouterr().out.split("search: ")[1].splitlines()[0])
+    assert line[line.index("--model") + 1] == expected
+    assert ("--hybrid" in line) == is_hybrid
+    assert adapt.recommended(Path("absent.json")) == ("start", False)
 
 
 def test_few_passages_are_compared_without_training(model, capsys):
