@@ -19,9 +19,10 @@ from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.parser import CONFIGS
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
-from embeddings.common.io import file_sha256, text_hash, write_manifest, write_text
+from embeddings.common.io import MANIFEST, file_sha256, text_hash, write_manifest, write_text
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.inference.hybrid import WORDS_FOLDER
 from embeddings.models import Embedder
 from embeddings.models.model_card import add_section
 from embeddings.models.model_files import PACKAGED_NAME, resolve_model
@@ -55,7 +56,7 @@ def adapt(
 
     Runs `passages`, `queries`, `mine`, `fit`, `interpolate`, `compare`, `encode` and `index`, and prints each command,
     which can be run by itself. A trained model is recommended only by at least 50 real queries (`--queries`). To
-    resume, run the same command again: the documents are read again, and other finished steps are kept.
+    resume, run the same command again: finished steps are kept. Documents that changed since need a new folder.
 
     Args:
         documents: A folder of documents, or a file (see `passages`).
@@ -121,11 +122,13 @@ class Steps:
         self.passages, self.queries, self.adapted = output / "passages.jsonl", output / "queries", output / "adapted"
         self._count = 0
 
-    def command(self, *words: Any) -> None:
-        """Print a command, and run it."""
+    def command(self, *words: Any, made: Path | None = None) -> None:
+        """Print a command, and run it unless `made`, which it writes at its end, is there."""
         argv, self._count = [str(word) for word in words], self._count + 1
         print(f"\n[{self._count}] {program()} {shlex.join(argv)}", flush=True)
-        if not self.dry_run:
+        if made is not None and made.exists():
+            print(f"kept {made.parent if made.name == MANIFEST else made} of an earlier run")
+        elif not self.dry_run:
             run_step(argv)
 
     def run(
@@ -138,7 +141,9 @@ class Steps:
         minutes: float,
     ) -> None:
         """All steps in order; without enough passages none is trained, and without a test nothing is compared."""
-        self.command("passages", documents, "--output", self.passages, "--model", self.model, *renamed)
+        cut = ["--output", self.passages, "--model", self.model, *renamed]
+        # Documents that changed since would make other pairs than those that were trained on.
+        self.command("passages", documents, *cut, made=self.passages)
         self.command("queries", self.passages, "--output", self.queries, "--seed", self.seed, *inputs)
         is_trained = self.dry_run or (self.queries / "pairs.jsonl").exists()
         if is_trained:
@@ -165,8 +170,9 @@ class Steps:
         else:
             served = str(self.adapted) if chosen == TRAINED else self.model
         self.encode(served, vectors)
-        if not (vectors / "words").exists():
-            self.command("index", "--vectors", vectors, "--hybrid", "--language", self.language)
+        self.command(
+            "index", "--vectors", vectors, "--hybrid", "--language", self.language, made=vectors / WORDS_FOLDER
+        )
         if not self.dry_run:
             self.label(trained, verdict)
             search = ["search", "--model", served, "--corpus", str(vectors), *(["--hybrid"] if is_hybrid else [])]
@@ -187,13 +193,11 @@ class Steps:
             with open(pairs, encoding="utf-8") as file:
                 num_pairs = sum(1 for _ in file)
             write_text(written, self.config(config, mined, trained, num_pairs, minutes))
-        if not (trained / "manifest.json").exists():
-            self.command("fit", "--config", written, "--ckpt_path", "auto")
-        if not (self.adapted / "manifest.json").exists():
-            validation = self.queries / "validation"
-            judged = ["--data", validation] if validation.exists() else []
-            models = ["--start", self.model, "--trained", trained]
-            self.command("interpolate", *models, *judged, "--output", self.adapted)
+        self.command("fit", "--config", written, "--ckpt_path", "auto", made=trained / MANIFEST)
+        validation = self.queries / "validation"
+        judged = ["--data", validation] if validation.exists() else []
+        models = ["--start", self.model, "--trained", trained]
+        self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 
     def config(self, base: Path, records: Path, trained: Path, num_pairs: int, minutes: float) -> str:
         """The config of training: the base with this model, these records, outputs and number of steps."""

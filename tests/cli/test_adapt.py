@@ -122,8 +122,15 @@ def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch
     with pytest.raises(RuntimeError, match="killed"):
         adapt.adapt(Path("docs"), Path("mine"), model)
     weights = Path("mine/trained/model.safetensors").stat()
+    # Documents that changed since are not read: the rest of the run is that of the first.
+    Path("docs", "new.md").write_text("# New\n\nAnother page of the documents. It has two sentences.")
+    capsys.readouterr()
     adapt.adapt(Path("docs"), Path("mine"), model)
-    assert calls == [*ALL[:6], *(name for name in ALL if name not in ("fit", "interpolate"))]
+    assert calls == [*ALL[:6], *(name for name in ALL if name not in ("passages", "fit", "interpolate"))]
+    printed = capsys.readouterr().out
+    assert steps(printed) == ALL
+    assert "kept mine/passages.jsonl of an earlier run" in printed
+    assert "kept mine/trained of an earlier run" in printed
     assert Path("mine/trained/model.safetensors").stat() == weights
     assert json.loads(Path("mine/manifest.json").read_text())["complete"]
 
