@@ -283,7 +283,7 @@ def index(
         vectors: A folder that `encode` wrote; `ivf.faiss` and `ivf.manifest.json` in it, or with `hybrid` the folder
             `words`, are created or replaced.
         num_lists: Number of lists; default depends on the number of vectors.
-        num_probes: Number of lists to search for each query; default 32, or all if there are fewer.
+        num_probes: Number of lists to search for each query; default 32, or 48 of more than 4,096.
         seed: Random seed of the sample on which the lists are trained; default 0.
         hybrid: Whether to build the BM25 index of the documents' words instead of inverted lists.
         language: Language of the words, as PyStemmer names it, or `none` for words without stemming; default `english`.

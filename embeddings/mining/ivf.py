@@ -1,5 +1,6 @@
 """Searches by inverted lists (IVF): a query is compared with the documents of the lists nearest to it."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +30,23 @@ from embeddings.common.random import derive_seed
 from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import BestDocuments, TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder, VectorShards
-from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, map_lists, new_lists, write_lists
+from embeddings.mining.faiss_library import (
+    faiss_version,
+    kmeans_run,
+    load_faiss,
+    map_lists,
+    nearest_centroids,
+    new_lists,
+    write_lists,
+)
 from embeddings.mining.search import Floats, Rows, check_search
 
 SAMPLE_PER_LIST = 64
 ITERATIONS = 10
-PROBES = 32
+PROBES, GROUPED_PROBES = 32, 48
+# More lists than this are grouped: trained group by group, and found among the centroids of the nearest groups.
+UNGROUPED_LISTS = 4096
+PER_GROUP, GROUP_PROBES = 256, 32
 # Vectors of a file of lists, which are in memory while it is written.
 PART_BYTES = 512 << 20
 # faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
@@ -63,6 +75,7 @@ class IvfSearch:
     ) -> None:
         self.documents, self.centroid_CD, self.num_probes, self.gpu = documents, centroid_CD, num_probes, gpu
         self._parts, self._faiss = parts, load_faiss(gpu)
+        self._nearest = NearestLists(centroid_CD)
         self._lists = [] if gpu else [_Lists(part) for part in parts]
         self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
 
@@ -71,13 +84,12 @@ class IvfSearch:
         check_search(self.documents, query_QD, top_k)
         if self.gpu and top_k > GPU_MAX_DOCUMENTS:
             raise OptionError("top_k", top_k, f"must be <= {GPU_MAX_DOCUMENTS} on a GPU", "lower it, or use the CPU")
-        faiss, metric = self._faiss, self._faiss.METRIC_INNER_PRODUCT
-        score_QP, list_QP = faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=metric)
+        score_QP, list_QP = self._nearest.search(query_QD, self.num_probes)
         if not self.gpu:
             return self._search_lists(query_QD, list_QP, top_k)
         best = BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
         for part in progress_bar(None, "search", "part", iterable=self._parts):
-            index = faiss.index_cpu_to_gpu(self._resources, 0, part)
+            index = self._faiss.index_cpu_to_gpu(self._resources, 0, part)
             index.nprobe, count = self.num_probes, min(top_k, part.ntotal)
             for number, chunk in enumerate(progress_bar(None, "search", "block", iterable=best.chunks)):
                 found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
@@ -97,6 +109,33 @@ class IvfSearch:
                 for number, found in enumerate(searched):
                     best.add(number, *found)
         return best.result()
+
+
+class NearestLists:
+    """The lists whose centroids are nearest to vectors; many centroids are compared only in the nearest groups."""
+
+    def __init__(self, centroid_CD: Floats) -> None:
+        faiss, (num_lists, width) = load_faiss(), centroid_CD.shape
+        self.all = faiss.IndexFlatIP(width)
+        self.all.add(centroid_CD)
+        self._grouped: Any = None
+        if num_lists > UNGROUPED_LISTS:
+            groups = faiss.IndexFlatIP(width)
+            groups.add(kmeans_run(centroid_CD, math.isqrt(num_lists), num_iterations=ITERATIONS).centroids)
+            self._grouped = new_lists(groups, groups.ntotal)
+            self._grouped.add(centroid_CD)
+            self._grouped.nprobe = GROUP_PROBES
+
+    def search(self, vector_ND: Floats, number: int) -> tuple[Floats, Rows]:
+        """Scores and numbers of the nearest lists of each vector, (N, `number`), nearest first."""
+        if self._grouped is None:
+            score_NP, list_NP = self.all.search(vector_ND, number)
+            return score_NP, list_NP
+        score_NP, list_NP = self._grouped.search(vector_ND, number)
+        # The nearest groups may have fewer lists.
+        if len(few := np.flatnonzero((list_NP < 0).any(axis=1))):
+            score_NP[few], list_NP[few] = self.all.search(vector_ND[few], number)
+        return score_NP, list_NP
 
 
 class _Lists:
@@ -169,14 +208,14 @@ def build_ivf(
     Args:
         documents: Unit vectors.
         folder: The folder to write: `centroids/`, `lists/`.
-        num_probes: Lists searched per query, or None for 32, or all if there are fewer.
+        num_probes: Lists searched per query, or None for 32 (48 of more than 4,096 lists), or all if there are fewer.
         num_lists: Number of lists, or None for 4 times the square root of the number of documents, at most one per 39
-            documents (the minimum that faiss recommends).
+            documents (the minimum that faiss recommends) and at least one per 128.
         seed: Seed of the sample and of the k-means.
         gpu: Whether faiss runs on the first GPU.
         task: Shards that this process computes; afterwards it computes the shards that are still missing.
     """
-    faiss = load_faiss(gpu)
+    load_faiss(gpu)
     num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
     sizes = {"num_rows": documents.num_rows, "embedding_dim": documents.embedding_dim, "num_lists": num_lists}
     fields = {**sizes, "seed": seed, "gpu": gpu, "faiss": faiss_version()}
@@ -196,16 +235,15 @@ def build_ivf(
     training.finish()
     centroid_CD = load_shard(training.path(0))
 
-    quantizer = faiss.IndexFlatIP(documents.embedding_dim)
-    quantizer.add(centroid_CD)
+    nearest = NearestLists(centroid_CD)
     part_rows = max(1, PART_BYTES // (4 * documents.embedding_dim))
 
     def sort(part: int, path: Path) -> None:
         row_n = np.array(shard_rows(part, part_rows, documents.num_rows))
-        lists, starts = new_lists(quantizer, num_lists), range(0, len(row_n), QUERY_CHUNK)
+        lists, starts = new_lists(nearest.all, num_lists), range(0, len(row_n), QUERY_CHUNK)
         for start in progress_bar(None, "filling lists", "block", iterable=starts):
             rows = row_n[start : start + QUERY_CHUNK]
-            lists.add_with_ids(documents.take(rows), rows)
+            add_to_lists(lists, documents.take(rows), rows, nearest)
         write_lists(lists, path)
 
     num_parts = -(-documents.num_rows // part_rows)
@@ -221,12 +259,12 @@ def build_ivf(
 def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
     """The number of lists, and of lists searched per query: the arguments, or `build_ivf`'s defaults."""
     if num_lists is None:
-        num_lists = max(1, min(int(4 * num_documents**0.5), num_documents // 39))
+        num_lists = max(1, min(int(4 * num_documents**0.5), num_documents // 39), num_documents // 128)
     if not 1 <= num_lists <= num_documents:
         rule = f"must be between 1 and the {num_documents} documents"
         raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
     if num_probes is None:
-        num_probes = min(PROBES, num_lists)
+        num_probes = min(GROUPED_PROBES if num_lists > UNGROUPED_LISTS else PROBES, num_lists)
     if not 1 <= num_probes <= num_lists:
         raise OptionError("num_probes", num_probes, f"must be between 1 and the {num_lists} lists", "lower it")
     return num_lists, num_probes
@@ -240,10 +278,31 @@ def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
 
 
 def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = False) -> Floats:
-    lists_seed = derive_seed(seed, "ivf") % 2**31
-    return kmeans_run(
-        sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu="faiss" if gpu else None
-    ).centroids
+    """The centroids of the lists, (C, D); many are trained within the groups of a first k-means, by their sizes."""
+
+    def train(vector_nD: Floats, number: int) -> Floats:
+        lists_seed = derive_seed(seed, "ivf") % 2**31
+        return kmeans_run(
+            vector_nD, number, num_iterations=ITERATIONS, seed=lists_seed, gpu="faiss" if gpu else None
+        ).centroids
+
+    if num_lists <= UNGROUPED_LISTS:
+        return train(sample_nD, num_lists)
+    num_groups = math.isqrt(num_lists)
+    step = max(1, len(sample_nD) // (num_groups * PER_GROUP))
+    group_n = nearest_centroids(sample_nD, train(np.ascontiguousarray(sample_nD[::step]), num_groups))
+    order_n, size_G = np.argsort(group_n, kind="stable"), np.bincount(group_n, minlength=num_groups)
+    lists_G = np.diff(np.cumsum(size_G) * num_lists // len(sample_nD), prepend=0)
+    parts = np.split(order_n, np.cumsum(size_G)[:-1])
+    grouped = [(part, number) for part, number in zip(parts, lists_G.tolist(), strict=True) if number]
+    groups = progress_bar(None, "training lists", "group", iterable=grouped)
+    return np.concatenate([train(sample_nD[part], number) for part, number in groups])
+
+
+def add_to_lists(lists: Any, vector_ND: Floats, row_N: Rows, nearest: NearestLists) -> None:
+    """Add vectors to the lists nearest to them, with their rows as ids."""
+    swig, list_N = load_faiss().swig_ptr, np.ascontiguousarray(nearest.search(vector_ND, 1)[1][:, 0])
+    lists.add_core(len(vector_ND), swig(vector_ND), swig(row_N), swig(list_N))
 
 
 class VectorIndex:
@@ -291,24 +350,23 @@ def build_index(
     Args:
         folder: Output of `encode_corpus`.
         num_lists: Number of lists, or None for the default of `build_ivf`.
-        num_probes: Lists searched per query, or None for 32, or all if there are fewer.
+        num_probes: Lists searched per query, or None for the default of `build_ivf`.
         seed: Seed of the sample and of the k-means.
     """
     _require_floats(folder)
     if check_manifest(folder.path, {}).get("similarity") == "dot":
         what = "has the vectors of a model that compares them by inner products of any length; an index needs cosines"
         raise InputError(str(folder.path), what, "search the folder without an index")
-    faiss = load_faiss()
     num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
     path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE
     # Each vector in float32 with its row in 64 bits, and the centroids.
     check_disk_space(path, folder.num_documents * (4 * folder.embedding_dim + 8) + 4 * num_lists * folder.embedding_dim)
     row_n = sample_rows(folder.num_documents, num_lists, seed)
-    quantizer = faiss.IndexFlatIP(folder.embedding_dim)
-    quantizer.add(train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed))
-    lists = new_lists(quantizer, num_lists)
+    nearest = NearestLists(train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed))
+    lists = new_lists(nearest.all, num_lists)
     for vector_ND in _with_progress(folder, "adding vectors"):
-        lists.add(np.ascontiguousarray(vector_ND))
+        rows = np.arange(lists.ntotal, lists.ntotal + len(vector_ND))
+        add_to_lists(lists, np.ascontiguousarray(vector_ND), rows, nearest)
     # The old manifest is removed once the new file is complete, and before it replaces the old one.
     with atomic_path(path) as temporary:
         write_lists(lists, temporary)

@@ -170,6 +170,29 @@ def test_recall_at_10_rises_with_the_probes_and_reaches_all(tmp_path):
     np.testing.assert_allclose(found.score_QK, exact.score_QK, atol=1e-6)
 
 
+def test_grouped_lists_find_nearly_the_same_documents_and_all_if_all_are_searched(tmp_path, monkeypatch):
+    documents, queries = shards(tmp_path / "documents", clustered(4000), 700), clustered(100, seed=5)
+    exact = ExactSearch(documents).search(queries, 10)
+
+    def recall(folder, num_probes):
+        found = build_ivf(documents, tmp_path / folder, num_probes=num_probes, num_lists=100).search(queries, 10)
+        assert len(found.index_QK[0]) == len(set(found.index_QK[0].tolist()))
+        pairs = zip(found.index_QK.tolist(), exact.index_QK.tolist(), strict=True)
+        return np.mean([len(set(rows) & set(best)) / 10 for rows, best in pairs])
+
+    ungrouped = recall("one", 8)
+    monkeypatch.setattr(ivf, "UNGROUPED_LISTS", 50)
+    monkeypatch.setattr(ivf, "GROUP_PROBES", 4)
+    assert recall("grouped", 8) > ungrouped - 0.05 > 0.7
+    # Four groups have fewer than 100 lists: the others are found among all.
+    assert recall("grouped", 100) == 1.0
+    centroids = ivf.train_centroids(clustered(4000), 100, seed=0)
+    assert centroids.shape == (100, 16)
+    nearest = ivf.NearestLists(centroids)
+    first = nearest.search(queries, 1)[1]
+    assert np.mean(first == nearest.all.search(queries, 1)[1]) > 0.95
+
+
 def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, monkeypatch):
     documents, queries = shards(tmp_path / "documents", clustered(500), 64), clustered(20, seed=5)
     one_file = build_ivf(documents, tmp_path / "one", num_probes=3, num_lists=10).search(queries, 5)
@@ -232,8 +255,9 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
     np.testing.assert_allclose(np.linalg.norm(search.centroid_CD, axis=1), 1, atol=1e-5)
 
 
-def test_the_number_of_lists_grows_with_the_root_of_the_documents():
-    assert [ivf.ivf_sizes(number)[0] for number in (1_000_000, 10_000_000, 100_000_000)] == [4000, 12_649, 40_000]
+def test_the_number_of_lists_grows_with_the_root_of_the_documents_and_then_in_proportion():
+    sizes = (10_000, 100_000, 1_000_000, 10_000_000)
+    assert [ivf.ivf_sizes(number)[0] for number in sizes] == [256, 1264, 7812, 78_125]
 
 
 @pytest.mark.parametrize(
