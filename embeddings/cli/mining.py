@@ -245,13 +245,13 @@ def filter_records(
 ) -> None:
     """Remove training records that are not worth training on; to resume, run the same command again.
 
-    Removed are, in this order: duplicates, near-duplicates, records equal or similar to evaluation texts, and
-    inconsistent records, whose query is closer to other documents than to its own. The input is one source. With
-    `--segment-by language`, records are compared only with records of the same language.
+    Removed are, in this order: duplicates, near-duplicates, records equal or similar to evaluation texts, inconsistent
+    records, whose query is closer to other documents than to its own, and easy ones, whose query is much closer to its
+    own. The input is one source. With `--segment-by language`, records are compared only within a language.
 
     Args:
         output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
-        model: A model directory or Hub id that finds inconsistent records; without it they are kept.
+        model: A model directory or Hub id that finds inconsistent and easy records; without it they are kept.
         decontaminate: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`.
         decontaminate_documents: Whether to compare with the corpora of retrieval folders, which training may use.
         bm25_threshold: The share of an evaluation text's BM25 weight that makes a text similar to it, at most 1.

@@ -114,6 +114,7 @@ def rank_pairs(
     seed: int = 0,
     device: str | torch.device = "cpu",
     task: ArrayTask | None = None,
+    distance: float = TIE,
 ) -> npt.NDArray[np.int32]:
     """For each pair, the number of documents in its segment that are nearer to its query than its own document.
 
@@ -130,6 +131,7 @@ def rank_pairs(
         seed: Seed of the assignment of records to segments.
         device: Device of the products.
         task: Shards that this process computes; None for all.
+        distance: How much more similar a document must be to count; negative to count less similar ones too.
 
     Returns:
         (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
@@ -157,9 +159,10 @@ def rank_pairs(
         "groups_sha256": None if group_n is None else hashlib.sha256(group_n.tobytes()).hexdigest(),
         "segment_size": segment_size,
         "seed": seed,
+        "distance": distance,
     }
     job = ShardedJob(folder, fields, len(segments.blocks), stem="ranks")
-    rank = partial(_write_ranks, vectors, segments, torch.device(device))
+    rank = partial(_write_ranks, vectors, segments, torch.device(device), distance)
     job.run(rank, task, take_over=True, rows=segments.positions)
     job.finish(lambda: _join(job, segments, num_rows))
     ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
@@ -167,7 +170,7 @@ def rank_pairs(
 
 
 def segment_ranks(
-    vectors: PairVectors, row_N: _Int64s, device: torch.device, block: slice = slice(None)
+    vectors: PairVectors, row_N: _Int64s, device: torch.device, distance: float, block: slice
 ) -> npt.NDArray[np.int32]:
     """The ranks of a block of the pairs in the rows of a segment, (n,) int32 (see `rank_pairs`)."""
     index, row_n = vectors.index, row_N[block]
@@ -193,7 +196,7 @@ def segment_ranks(
         for start in range(0, len(row_n), _QUERY_TILE):
             chunk = slice(start, start + _QUERY_TILE)
             score_qT = torch.from_numpy(query_nD[chunk]).to(device) @ tile_DT
-            is_nearer_qT = score_qT > own_score_n[chunk].to(device)[:, None] + TIE
+            is_nearer_qT = score_qT > own_score_n[chunk].to(device)[:, None] + distance
             first_key_q = known.group_Q[chunk] * len(document_M) + first
             start_q, stop_q = np.searchsorted(key_P, first_key_q), np.searchsorted(key_P, first_key_q + len(tile_TD))
             row_K = np.repeat(np.arange(len(first_key_q)), stop_q - start_q)
@@ -204,9 +207,11 @@ def segment_ranks(
     return ranks
 
 
-def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, shard: int, path: Path) -> None:
+def _write_ranks(
+    vectors: PairVectors, segments: Segments, device: torch.device, distance: float, shard: int, path: Path
+) -> None:
     segment, block = segments.blocks[shard]
-    save_array(path, segment_ranks(vectors, segments.members(segment), device, block))
+    save_array(path, segment_ranks(vectors, segments.members(segment), device, distance, block))
 
 
 def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
@@ -219,7 +224,9 @@ def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
 
 
 # In order of application; a rule does not consider records that an earlier rule removed.
-RULES = ("copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent")
+RULES = (
+    "copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent", "easy",
+)  # fmt: skip
 REASONS, LANGUAGES = "reasons.npy", "languages.npy"
 SegmentBy = Literal["source", "language"]
 
@@ -229,7 +236,7 @@ class FilterRules:
     """The rules for removing records, applied in the order of `RULES`.
 
     Copies are removed first, so that a record similar to an evaluation text is removed with its near-copies.
-    Consistency is last, so that pairs are not compared with records that are removed anyway.
+    Consistency comes late, so that pairs are not compared with records that are removed anyway.
 
     Args:
         remove_copies: Whether to remove records with the query and positives of an earlier one. Switch it off if the
@@ -238,6 +245,8 @@ class FilterRules:
         shingle: Unit in which near-copies are compared: sequences of words, or of characters.
         top_k: A pair is consistent if its document is among this many of the segment's documents nearest to its query;
             Nomic uses 2. None for 2 with a model, and no rule without.
+        max_margin: Maximum distance of a pair's similarity above that of its query and every other document of the
+            segment, for a pair to be kept: the loss of one that is easier is near zero. None for no rule.
         segment_size: Maximum records that are compared with each other for consistency; Nomic uses 1,000,000.
         seed: Seed of the assignment of records to segments.
         segment_by: Whether segments are drawn from all records of the source, or from those of one `language`, a field
@@ -248,6 +257,7 @@ class FilterRules:
     near_duplicates: float | None = None
     shingle: Shingle = "word"
     top_k: int | None = None
+    max_margin: float | None = None
     segment_size: int = SEGMENT_SIZE
     seed: int = 0
     segment_by: SegmentBy = "source"
@@ -259,6 +269,9 @@ class FilterRules:
                 raise OptionError("remove_copies", False, "excludes near_duplicates", "a copy is a near-copy too")
         if self.top_k is not None and self.top_k < 1:
             raise OptionError("top_k", self.top_k, "must be >= 1", "the paper uses 2")
+        if self.max_margin is not None and not 0 < self.max_margin <= 2:
+            hint = "at 0.3 and temperature 0.05 the loss is near zero"
+            raise OptionError("max_margin", self.max_margin, "must be > 0 and <= 2", hint)
         if self.segment_size < 2:
             raise OptionError("segment_size", self.segment_size, "must be >= 2", "the paper uses 1000000")
 
@@ -319,10 +332,10 @@ def filter_pairs(
     prompts: dict[str, Any] = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
     if encoder is not None and rules.top_k is None:
         rules = replace(rules, top_k=2)
-    model_options = (rules.top_k, vectors, query_prompt_name, document_prompt_name, devices or None)
+    model_options = (rules.top_k, rules.max_margin, vectors, query_prompt_name, document_prompt_name, devices or None)
     needs_model = any(value is not None for value in model_options) or (encoded or EncodedTexts()) != EncodedTexts()
     if encoder is None and (needs_model or rules.segment_by != "source"):
-        rule = "must be set for top_k, segment_by, vectors, prompts and devices to take effect"
+        rule = "must be set for top_k, max_margin, segment_by, vectors, prompts and devices to take effect"
         raise OptionError("model", None, rule, "name a model directory")
     chosen = _chosen_rules(config, rules, decontaminator)
     source = open_cached(config, cache_dir)
@@ -357,17 +370,19 @@ def filter_pairs(
             remove(verdict_N == EQUAL, 3)
             remove(verdict_N == SIMILAR, 4)
         if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
-            rank_N = rank_pairs(
-                encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts),
-                work / "consistency",
-                is_considered_N=reason_N == KEPT,
+            pairs = encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts)
+            rank = partial(
+                rank_pairs,
+                pairs,
                 group_N=language_N,
                 segment_size=rules.segment_size,
                 seed=rules.seed,
                 device=encoder.device,
                 task=task,
             )
-            remove(rank_N >= rules.top_k, 5)
+            remove(rank(work / "consistency", is_considered_N=reason_N == KEPT) >= rules.top_k, 5)
+            if rules.max_margin is not None and (reason_N == KEPT).any():
+                remove(rank(work / "easy", is_considered_N=reason_N == KEPT, distance=-rules.max_margin) == 0, 6)
         counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
         report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})
         if report.num_kept == 0:
@@ -386,7 +401,7 @@ def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Deco
         hint = "filter pairs or labelled texts"
         raise config.fault("conversion", config.conversion, "has no records to filter", hint)
     if config.conversion != "pairs":
-        for name in ("near_duplicates", "top_k"):
+        for name in ("near_duplicates", "top_k", "max_margin"):
             if (value := getattr(rules, name)) is not None:
                 raise OptionError(name, value, "compares documents, and labelled texts have none", "leave it out")
     chosen = (
@@ -395,6 +410,7 @@ def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Deco
         decontaminator is not None,
         decontaminator is not None and decontaminator.bm25_threshold is not None,
         rules.top_k is not None,
+        rules.max_margin is not None,
     )
     if not any(chosen):
         raise OptionError("remove_copies", False, "leaves no active rule", "set one, such as near_duplicates")

@@ -42,32 +42,35 @@ def rounded_vectors(folder, shard_size=7):
     return pair_vectors(folder, some_rows(), query_ND, vector_of.__getitem__, shard_size), query_ND, vector_of
 
 
-def loop_ranks(members, query_ND, vector_of):
-    """Ranks of the records `members`; vectors all have the length 2."""
+def loop_ranks(members, query_ND, vector_of, distance=0):
+    """Ranks of the records `members`; vectors all have the length 2, and products are four times the cosines."""
     rows = some_rows()
     documents = {text for row in members for text in rows[row]["positive"]}
     ranks = {}
     for row in members:
         own = max(int(query_ND[row] @ vector_of[text]) for text in rows[row]["positive"])
         known = {text for other in rows if other["query"] == rows[row]["query"] for text in other["positive"]}
-        ranks[row] = sum(int(query_ND[row] @ vector_of[text]) > own for text in documents - known)
+        ranks[row] = sum(int(query_ND[row] @ vector_of[text]) > own + 4 * distance for text in documents - known)
     return ranks
 
 
 @pytest.mark.parametrize("tile", [1, 3, 1000])
-@pytest.mark.parametrize("segment_size", [2, 13, 25, NUM_ROWS, 1000])
-def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, tile, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("segment_size", "distance"), [(2, 0), (13, 0), (25, 0), (NUM_ROWS, 0), (1000, 0), (13, -0.6), (1000, -0.6)]
+)
+def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, distance, tile, tmp_path, monkeypatch):
     monkeypatch.setattr(consistency, "_QUERY_TILE", tile)
     monkeypatch.setattr(consistency, "_DOCUMENT_TILE", tile + 1)
     monkeypatch.setattr(consistency, "_SHARD_PAIRS", 1)
     vectors, query_ND, vector_of = rounded_vectors(tmp_path)
-    found = rank_pairs(vectors, tmp_path / "work", segment_size=segment_size, seed=1)
+    options = {"distance": distance} if distance else {}
+    found = rank_pairs(vectors, tmp_path / "work", segment_size=segment_size, seed=1, **options)
     segments = Segments(np.arange(NUM_ROWS, dtype=np.uint32), segment_size, 1)
     expected = {}
     for segment in range(len(segments)):
-        expected |= loop_ranks(segments.members(segment).tolist(), query_ND, vector_of)
+        expected |= loop_ranks(segments.members(segment).tolist(), query_ND, vector_of, distance)
     assert found.tolist() == [expected[row] for row in range(NUM_ROWS)]
-    assert (found == 0).any()
+    assert (found == 0).any() or distance
     assert (found > 0).any()
 
 

@@ -1,6 +1,7 @@
 """Only planted copies, contaminated records and inconsistent pairs are removed, and a kill changes no byte."""
 
 import json
+import shutil
 import signal
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_each_planted_record_is_removed_by_its_rule_and_no_other_record_is(tmp_p
     planted = planted_records()
     reasons = np.load(output.parent / "kept.parquet.work" / "reasons.npy")
     assert reasons.tolist() == [reason for _, reason in planted]
-    assert report.removed == dict(zip(RULES, (1, 1, 2, 1, 1), strict=True))
+    assert report.removed == dict(zip(RULES[:5], (1, 1, 2, 1, 1), strict=True))
     kept = [parse_record(record, {}, "") for record, reason in planted if reason == 0]
     assert report.num_kept == len(kept) == 41
     found = [parse_record(row, {}, "") for row in pq.read_table(output).to_pylist()]
@@ -148,6 +149,25 @@ def test_records_removed_by_an_earlier_rule_are_not_compared(tmp_path, monkeypat
     assert report.removed == {"copies": 0, "equal to an evaluation text": 2, "inconsistent": 0}
 
 
+def test_pairs_far_nearer_than_every_other_document_are_easy(tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", directions)
+    # Cosines of the first two queries: 0.94 with their own, 0.77 with the other; the third is alone, the last is wrong.
+    angles = [(0, 20), (60, 40), (180, 185), (100, 181)]
+    rows = [{"query": f"q {query}", "positive": f"d {own}"} for query, own in angles]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    for margin, num_easy in ((0.2, 1), (1.9, 0)):
+        report = filter_pairs(config, tmp_path / "kept.parquet", FilterRules(max_margin=margin), encoder=encoder)
+        assert report.removed == {"copies": 0, "inconsistent": 1, "easy": num_easy}
+        kept = [row["query"] for row in pq.read_table(report.output).to_pylist()]
+        assert kept == ["q 0", "q 60", "q 180"][: 3 - num_easy]
+        for path in tmp_path.glob("kept*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    message = r"no record would remain \(1 inconsistent, 3 easy\)"
+    with pytest.raises(InputError, match=message):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(max_margin=0.1), encoder=encoder)
+
+
 def mixed_source(folder):
     """Records of two languages, mixed; between a German query and its document lie two French documents."""
     angles = [("de", 0, 20), ("fr", 7, 8), ("fr", 12, 11)]
@@ -210,9 +230,11 @@ def test_an_empty_result_is_refused(tmp_path):
         ({"near_duplicates": 0.2}, "near_duplicates must lie between 0.5 and 1, got 0.2"),
         ({"near_duplicates": 0.8, "remove_copies": False}, "remove_copies excludes near_duplicates"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
+        ({"max_margin": 0.0}, "max_margin must be > 0 and <= 2, got 0.0"),
+        ({"max_margin": 0.3}, "model must be set for top_k, max_margin"),
         ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
         ({"top_k": 2}, "model must be set for top_k"),
-        ({"segment_by": "language"}, "model must be set for top_k, segment_by"),
+        ({"segment_by": "language"}, "model must be set for top_k, max_margin, segment_by"),
         ({"remove_copies": False}, "leaves no active rule"),
     ],
 )
