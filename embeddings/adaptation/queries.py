@@ -26,6 +26,7 @@ from embeddings.adaptation.candidates import (
     proposals,
     read_passages,
 )
+from embeddings.adaptation.model_queries import KIND as MODEL_KIND
 from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain, words
@@ -41,7 +42,9 @@ from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
 # Increase it whenever the same passages produce different queries, so that an older output is not reused.
-RECIPE = 1
+RECIPE = 2
+# Training pairs: with the queries that documents offer, and with those that a language model wrote.
+PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
 MIN_PASSAGES = 200
 HELD_OUT_SHARE = 0.2
@@ -94,7 +97,7 @@ class QueriesReport:
     """What was written: see `summary.json`.
 
     Attributes:
-        counts: Passages, documents, training pairs and queries of each evaluation folder.
+        counts: Passages, documents, training pairs of each file and queries of each evaluation folder.
         kinds: For each kind of query how many were proposed, kept for training or the pseudo test, and rejected by
             reason.
         notes: Lines for the user.
@@ -136,9 +139,9 @@ def make_queries(
     With a language model its answers are inputs too. They are saved in `OUTPUT.work`, so no request is sent twice.
 
     Whole documents are held out before anything else. The folder has `pairs.jsonl` (queries that the documents offer by
-    themselves), `evaluation/` and `validation/` (real queries with judgements), `evaluation-pseudo/` (queries of the
-    held-out documents, whose passages there lack the query), `unjudged.jsonl` (real queries without judgements) and
-    `summary.json`; a part without content is absent.
+    themselves), `pairs-model.jsonl` (queries of the language model), `evaluation/` and `validation/` (real queries with
+    judgements), `evaluation-pseudo/` (queries of the held-out documents, whose passages there lack the query),
+    `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part without content is absent.
 
     Args:
         passages: The file of passages (see `read_passages`).
@@ -180,7 +183,12 @@ def make_queries(
     training = _decontaminated(training, texts, evaluation, settings, report)
     report.keep(training, "training")
     report.keep(test, "pseudo_test")
-    report.counts |= {"pairs": len(training), "pseudo_test_queries": len(test)}
+    pairs = {
+        PAIRS: [each for each in training if each.kind != MODEL_KIND],
+        MODEL_PAIRS: [each for each in training if each.kind == MODEL_KIND],
+    }
+    report.counts |= {"pairs": len(pairs[PAIRS]), "model_pairs": len(pairs[MODEL_PAIRS])}
+    report.counts |= {"pseudo_test_queries": len(test)}
     report.counts |= {f"{name}_queries": len(rows) for name, rows in split.real.items()}
     unjudged = [] if real.labels else real.queries
     if not (training or test or unjudged or any(split.real.values())):
@@ -189,10 +197,11 @@ def make_queries(
     content = {name: value for name, value in asdict(report).items() if name != "reused"}
     with replaced_folder(output, {**inputs, "report": content}) as new:
         write_json(new / "summary.json", {**content, "settings": asdict(settings)})
-        if training:
+        for name, candidates in pairs.items():
             rows = ({"query": each.query, "positive": each.positive, "kind": each.kind, "passage": each.passage,
-                     "document": each.document} for each in training)  # fmt: skip
-            _write_lines(new / "pairs.jsonl", rows)
+                     "document": each.document} for each in candidates)  # fmt: skip
+            if candidates:
+                _write_lines(new / name, rows)
         if unjudged:
             queries = enumerate(unjudged)
             _write_lines(new / "unjudged.jsonl", ({"_id": f"q{row:06d}", "text": text} for row, text in queries))

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from embeddings.adaptation.model_queries import QueryModel
+from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS
 from embeddings.adaptation.real_queries import deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.compare import CARD_SECTION
@@ -73,8 +74,9 @@ def adapt(
         minutes: Maximum time of training, without the other steps.
         seed: Seed of the random choices.
         dry_run: Whether to print the commands, and run nothing.
-        endpoint: Base URL of a server with OpenAI's chat protocol, whose model writes more queries for training (see
-            `queries`).
+        endpoint: Base URL of a server with OpenAI's chat protocol, whose model writes queries for training (see
+            `queries`). A second model is trained on them, and is used only if it is better on the validation part of
+            `queries`, which are then required.
         endpoint_model: The model's name at the endpoint; by default the only one that it lists.
     """
     if not 0 < minutes < math.inf:
@@ -85,6 +87,9 @@ def adapt(
         refuse_given({"endpoint_model": endpoint_model}, "needs --endpoint")
     else:
         QueryModel(endpoint, endpoint_model)
+        if queries is None:
+            what = "needs --queries: only judged queries tell whether a model's queries are worth training on"
+            raise InputError("--endpoint", what, "give judged queries, or run the command queries by itself")
     for name, path in (("documents", documents), ("--queries", queries), ("--training", training)):
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
@@ -95,8 +100,6 @@ def adapt(
     inputs += ["--query-columns", json.dumps(query_columns)] if query_columns else []
     inputs += ["--endpoint", endpoint] if endpoint is not None else []
     inputs += ["--endpoint-model", endpoint_model] if endpoint_model is not None else []
-    if endpoint is not None:
-        print(f"{endpoint}: a language model's queries are for training only; compare shows what they are worth")
     renamed = ["--columns", json.dumps(columns)] if columns else []
     others = general if isinstance(general, list) else [general] if general else []
     if dry_run:
@@ -147,7 +150,10 @@ class Steps:
         self.command("queries", self.passages, "--output", self.queries, "--seed", self.seed, *inputs)
         is_trained = self.dry_run or (self.queries / "pairs.jsonl").exists()
         if is_trained:
-            self.train(config, minutes)
+            suffixes = ["", "-model"] if "--endpoint" in inputs and self.is_model_tried() else [""]
+            for suffix in suffixes:
+                self.train(config, minutes / len(suffixes), suffix)
+            self.interpolate([self.output / f"trained{suffix}" for suffix in suffixes])
         trained = [self.adapted] if is_trained else []
         names = ("evaluation",) if self.dry_run else ("evaluation", "evaluation-pseudo")
         tests = [self.queries / name for name in names if self.dry_run or (self.queries / name).exists()]
@@ -183,10 +189,23 @@ class Steps:
     def encode(self, model: str, vectors: Path) -> None:
         self.command("encode", "--model", model, "--input", self.passages, "--output", vectors)
 
-    def train(self, config: Path, minutes: float) -> None:
-        """Mine negatives, train, and write the model between the start and the trained weights."""
-        mined, trained, written = self.output / "mined.parquet", self.output / "trained", self.output / "train.yaml"
-        pairs = self.queries / "pairs.jsonl"
+    def is_model_tried(self) -> bool:
+        """Whether to train on a language model's queries: validation queries must tell what they are worth."""
+        pairs, num_pairs = self.queries / MODEL_PAIRS, 0
+        if pairs.exists():
+            with open(pairs, encoding="utf-8") as file:
+                num_pairs = sum(1 for _ in file)
+        is_judged = (self.queries / "validation").exists()
+        if self.dry_run or (is_judged and num_pairs >= MIN_PASSAGES):
+            return True
+        why = f"{num_pairs} are too few" if is_judged else "no judged queries tell what they are worth"
+        print(f"\nthe language model's queries are not trained on: {why}")
+        return False
+
+    def train(self, config: Path, minutes: float, suffix: str) -> None:
+        """Mine negatives, and train, on the pairs of a suffix."""
+        mined, trained = self.output / f"mined{suffix}.parquet", self.output / f"trained{suffix}"
+        pairs, written = self.queries / f"pairs{suffix}.jsonl", self.output / f"train{suffix}.yaml"
         choice = ["--num-negatives", NUM_NEGATIVES, "--seed", self.seed]
         self.command("mine", "--model", self.model, "--input", pairs, "--output", mined, *choice)
         if not self.dry_run:
@@ -194,16 +213,19 @@ class Steps:
                 num_pairs = sum(1 for _ in file)
             write_text(written, self.config(config, mined, trained, num_pairs, minutes))
         self.command("fit", "--config", written, "--ckpt_path", "auto", made=trained / MANIFEST)
+
+    def interpolate(self, trained: list[Path]) -> None:
+        """Write the model between the start and the trained weights; validation queries choose."""
         validation = self.queries / "validation"
         judged = ["--data", validation] if validation.exists() else []
-        models = ["--start", self.model, "--trained", trained]
+        models = ["--start", self.model, "--trained", _listed(trained)]
         self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 
     def config(self, base: Path, records: Path, trained: Path, num_pairs: int, minutes: float) -> str:
         """The config of training: the base with this model, these records, outputs and number of steps."""
         options: dict[str, Any] = yaml.safe_load(base.read_text("utf-8"))
         trainer, model, data = options["trainer"], options["model"]["init_args"], options["data"]["init_args"]
-        folder, days = str(self.output / "run"), timedelta(minutes=minutes)
+        folder, days = str(self.output / trained.name.replace("trained", "run")), timedelta(minutes=minutes)
         hours, rest = divmod(int(days.total_seconds()), 3600)
         max_steps = MAX_GPU_STEPS if torch.cuda.is_available() else MAX_STEPS
         trainer |= {"max_epochs": 1, "max_steps": max(1, min(max_steps, num_pairs // BATCH_SIZE))}

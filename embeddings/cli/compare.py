@@ -6,6 +6,7 @@ from typing import Any
 
 from embeddings.adaptation.path import (
     DEFAULT_SHARE,
+    SHARES,
     best_share,
     check_path,
     interpolate_models,
@@ -24,6 +25,7 @@ from embeddings.common.text import format_table
 from embeddings.evaluation.folders import read_retrieval_folder
 from embeddings.inference import Precision
 from embeddings.inference.bm25 import ENGLISH
+from embeddings.models.model_card import shown_name
 
 VERDICT = {"kind": "verdict"}
 # The verdict for the card of a model.
@@ -83,7 +85,7 @@ def _listed(value: Path | list[Path] | None) -> list[Path]:
 
 def interpolate(
     start: str,
-    trained: str,
+    trained: str | list[str],
     output: Path,
     share: float | None = None,
     data: Path | None = None,
@@ -92,34 +94,54 @@ def interpolate(
     """Write a model between a starting model and what was trained from it: (1 - share) start + share trained.
 
     With `data`, the shares 0, 0.25, 0.5, 0.75 and 1 are scored on its queries, and the model with the highest nDCG@10
-    is written, of equal ones the nearest to the start. Choose on other queries than you test on.
+    is written, of equal ones the nearest to the start. Of several trained models the best is chosen too, of equal ones
+    the first. Choose on other queries than you test on.
 
     Args:
         start: The model that training started from, a directory or Hub id.
-        trained: The directory of the trained model.
+        trained: The directory of the trained model; several, which need `data`, as `[MODEL, MODEL]`.
         output: The directory to write; an existing one is replaced once the new one is complete.
         share: The share of the trained weights, from 0 to 1; default 0.5, or the best on `data`.
         data: A retrieval folder with validation queries.
         precision: Format of matrix products on `data`.
     """
     require_replaceable(output)
+    models = [trained] if isinstance(trained, str) else list(dict.fromkeys(trained))
+    if not models:
+        raise InputError("--trained", "has no model", "give one, or several as [MODEL, MODEL]")
     if share is not None and data is not None:
         raise OptionError("share", share, "excludes --data, which chooses it", "leave one of them out")
+    if data is None and len(models) > 1:
+        raise OptionError("trained", models, "needs --data, which chooses one of them", "give one model")
+    chosen, facts = models[0], dict[str, object]()
     if data is None:
-        chosen = DEFAULT_SHARE if share is None else share
-        interpolate_models(start, trained, output, chosen)
+        place = DEFAULT_SHARE if share is None else share
     else:
         folder = read_retrieval_folder(data)
-        check_path(start, trained)
+        for each in models:
+            check_path(start, each)
         tune_malloc()
-        scores = path_scores(start, trained, folder, output.expanduser(), precision=precision, name=data.resolve().name)
-        chosen = best_share(scores)
-        rows = [(f"{each:g}", f"{score:.4f}", "chosen" if each == chosen else "") for each, score in scores.items()]
-        print(format_table([("share", "nDCG@10", ""), *rows], "<"))
-        listed = ", ".join(f"{score:.4f} at {each:g}" for each, score in scores.items())
-        facts = {"chosen by": f"nDCG@10 on {len(folder.queries)} validation queries: {listed}"}
-        interpolate_models(start, trained, output, chosen, facts)
-    print(f"wrote {output}: {chosen:g} of the way from {start} to {trained}")
+        options: dict[str, Any] = {"precision": precision, "name": data.resolve().name}
+        scores: dict[str, dict[float, float]] = {}
+        for each in models:
+            # The start, which all paths share, is scored once.
+            shares = SHARES[1:] if scores else SHARES
+            scores[each] = path_scores(start, each, folder, output.expanduser(), shares=shares, **options)
+        chosen = max(scores, key=lambda each: max(scores[each].values()))
+        place = best_share(scores[chosen])
+        rows = [
+            (each, f"{at:g}", f"{score:.4f}", "chosen" if (each, at) == (chosen, place) else "")
+            for each, found in scores.items()
+            for at, score in found.items()
+        ]
+        first = 0 if len(models) > 1 else 1
+        print(format_table([("trained", "share", "nDCG@10", "")[first:], *(row[first:] for row in rows)], "<"))
+        for each, found in scores.items():
+            listed = ", ".join(f"{score:.4f} at {at:g}" for at, score in found.items())
+            name = "chosen by" if each == chosen else f"not chosen: {shown_name(each)}"
+            facts[name] = f"nDCG@10 on {len(folder.queries)} validation queries: {listed}"
+    interpolate_models(start, chosen, output, place, facts)
+    print(f"wrote {output}: {place:g} of the way from {start} to {chosen}")
 
 
 def whiten(model: str, vectors: Path, output: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from embeddings.adaptation.model_queries import MAX_REQUESTS, QueryModel
-from embeddings.adaptation.queries import QueriesReport, QuerySettings, make_queries
+from embeddings.adaptation.queries import MODEL_PAIRS, QueriesReport, QuerySettings, make_queries
 from embeddings.cli.mining import evaluation_texts
 from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table
@@ -25,12 +25,13 @@ def queries(
     """Make training pairs and evaluation folders from the passages of documents, also without a language model.
 
     Queries are what the documents offer: sentences (removed from their passage), questions, headings, texts of links
-    and docstrings; with `--endpoint` also what a language model writes. Whole documents are held out. Real queries with
-    judgements are the test and validation.
+    and docstrings; with `--endpoint` also, in a file of its own, what a language model writes. Whole documents are held
+    out. Real queries with judgements are the test and validation.
 
     Args:
         passages: JSON lines with `text`, and optionally `_id`, `title`, `document`, `file` and `links`.
-        output: The folder to write, with `pairs.jsonl`, evaluation folders and `summary.json`.
+        output: The folder to write, with `pairs.jsonl`, evaluation folders and `summary.json`; with `--endpoint` also
+            `pairs-model.jsonl`.
         queries: Real queries: a log (JSON lines, CSV, TSV or text), pairs, or a labelled evaluation folder.
         query_columns: Columns of the log that are named differently, such as `{query: q, passage: page}`.
         evaluation_data: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`. Training queries that
@@ -70,6 +71,8 @@ def queries_table(report: QueriesReport) -> str:
     held_out = f"{counts['held_out_documents']} of {counts['documents']} documents"
     lines.append(f"held out: {held_out}, {counts['held_out_passages']} of {counts['passages']} passages")
     lines.append(f"{counts['pairs']} training pairs")
+    if counts["model_pairs"]:
+        lines.append(f"{counts['model_pairs']} more by the language model in {MODEL_PAIRS}")
     if real := counts["evaluation_queries"] + counts["validation_queries"]:
         lines.append(
             f"{real} real queries: {counts['evaluation_queries']} test, {counts['validation_queries']} validation"

@@ -191,9 +191,9 @@ def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp
     with chat_server(writes_well) as server:
         report = ask(server, passages, tmp_path / "out", max_requests=60)
     assert len(server.requests) == report.kinds["model"]["proposed"] == 60
-    pairs = read_rows(tmp_path / "out" / "pairs.jsonl")
-    found = [row for row in pairs if row["kind"] == "model"]
-    assert 55 <= len(found) == report.kinds["model"]["training"]
+    pairs, found = (read_rows(tmp_path / "out" / name) for name in ("pairs.jsonl", "pairs-model.jsonl"))
+    assert {row["kind"] for row in found} == {"model"}
+    assert 55 <= len(found) == report.kinds["model"]["training"] == report.counts["model_pairs"]
     assert report.kinds["model"]["pseudo_test"] == 0
     row_of = {row["_id"]: row for row in rows}
     for row in found:
@@ -206,12 +206,14 @@ def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp
     assert tested.isdisjoint(row["document"] for row in found)
     # The other pairs are those of a run without a model.
     make_queries(passages, tmp_path / "without")
-    assert read_rows(tmp_path / "without" / "pairs.jsonl") == [row for row in pairs if row["kind"] != "model"]
+    assert read_rows(tmp_path / "without" / "pairs.jsonl") == pairs
+    assert report.counts["pairs"] == len(pairs)
+    assert not (tmp_path / "without" / "pairs-model.jsonl").exists()
     # What was sent: examples of other passages, one short line, and the model that the server lists.
     body = server.requests[0]
     assert (body["model"], body["max_tokens"], body["temperature"], body["stop"]) == ("m", 32, 0.7, ["\n"])
     assert body["stream"]
-    offered = {(row["query"], row["positive"]) for row in pairs if row["kind"] != "model"}
+    offered = {(row["query"], row["positive"]) for row in pairs}
     for request in server.requests:
         *examples, question = [message["content"] for message in request["messages"]]
         assert question.endswith(INSTRUCTION)
@@ -284,11 +286,11 @@ def test_no_query_of_a_model_resembles_an_evaluation_query(rows, passages, tmp_p
     with chat_server(writes_well) as server:
         model = QueryModel(server.endpoint, "m", 30)
         make_queries(passages, tmp_path / "first", model=model)
-        found = [row["query"] for row in read_rows(tmp_path / "first" / "pairs.jsonl") if row["kind"] == "model"]
+        found = [row["query"] for row in read_rows(tmp_path / "first" / "pairs-model.jsonl")]
         log = [{"query": f"{query} today", "passage": rows[0]["_id"]} for query in found[:5]]
         write_rows(tmp_path / "log.jsonl", log)
         make_queries(passages, tmp_path / "second", log=tmp_path / "log.jsonl", model=model)
-    kept = {row["query"] for row in read_rows(tmp_path / "second" / "pairs.jsonl")}
+    kept = {row["query"] for row in read_rows(tmp_path / "second" / "pairs-model.jsonl")}
     assert len(kept & {*found[5:]}) > 10
     assert kept.isdisjoint(found[:5])
 
@@ -368,7 +370,7 @@ def test_a_killed_command_asks_nothing_twice_and_ends_with_the_same_files(passag
             assert num_answers <= len(saved) < 40
             server.requests.clear()
         make_queries(passages, folder, model=model)
-        names = ("pairs.jsonl", "summary.json")
+        names = ("pairs-model.jsonl", "summary.json")
         contents = [[(path / name).read_bytes() for name in names] for path in (folder, tmp_path / "whole")]
         # The line about the answers names their folder.
         assert contents[0][0] == contents[1][0]

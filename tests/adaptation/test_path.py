@@ -1,7 +1,9 @@
 """The path between two models: its weights, its choice, its directories and what it refuses."""
 
 import json
+import shutil
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,6 +202,31 @@ def test_the_command_chooses_on_validation_queries(tmp_path, capsys, monkeypatch
     assert "2.0000 at 0.75" in (tmp_path / "out" / "README.md").read_text()
     assert_refused(capsys, tmp_path, "share excludes --data", main, [*line, "--data", str(data), "--share", "0.5"])
     assert_refused(capsys, tmp_path, "is not a directory", main, [*line[:3], "--trained", "./no", *line[5:]])
+
+
+def test_the_command_chooses_between_models(tmp_path, capsys, monkeypatch):
+    start, trained = write_models(tmp_path)
+    shutil.copytree(trained, tmp_path / "other")
+    data, models = write_test_set(tmp_path / "validation"), [str(trained), str(tmp_path / "other")]
+    best = {models[0]: 0.5, models[1]: 0.5}
+    monkeypatch.setattr(
+        "embeddings.cli.compare.path_scores",
+        lambda start, each, *_, shares, **__: {share: best[each] if share == 1 else 0.1 for share in shares},
+    )
+    line = ["interpolate", "--start", str(start), "--output", str(tmp_path / "out"), "--trained"]
+    for score, chosen in ((0.5, models[0]), (0.6, models[1])):
+        best[models[1]] = score
+        assert main([*line, json.dumps(models), "--data", str(data)]) == 0
+        printed = capsys.readouterr().out
+        assert f"1 of the way from {start} to {chosen}" in printed
+        rows = [row.split() for row in printed.splitlines() if row.endswith("chosen")]
+        assert rows == [[chosen, "1", f"{best[chosen]:.4f}", "chosen"]]
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert f"| trained | .../{Path(chosen).name} |" in card
+        assert f"0.1000 at 0.75, {best[chosen]:.4f} at 1" in card
+        assert "not chosen: .../" in card
+    assert_refused(capsys, tmp_path, "needs --data", main, [*line, json.dumps(models)])
+    assert_refused(capsys, tmp_path, "has no model", main, [*line, "[]"])
 
 
 def test_lora_matrices_are_merged_and_an_adapter_alone_is_refused(tmp_path):

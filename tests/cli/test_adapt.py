@@ -1,6 +1,7 @@
 """`adapt`: all steps on small documents, what it recommends and asks for, its resume, and refusals."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from benchmarks.growth import write_model
 from embeddings.cli import adapt
 from embeddings.cli.main import main
 from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import assert_refused
 
 NUM_DOCUMENTS = 60
@@ -210,13 +212,69 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(documents, model, caps
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_language_model_is_asked_by_the_step_queries(documents, model, capsys, tmp_path):
+def test_a_language_model_needs_judged_queries_and_has_a_training_of_its_own(documents, model, capsys, tmp_path):
     options = ["--endpoint", "http://localhost:8000/v1", "--endpoint-model", "m"]
-    assert run(model, "--dry-run", *options) == 0
+    assert_refused(capsys, tmp_path, "--endpoint: needs --queries", run, model, *options)
+    assert run(model, "--dry-run", "--queries", "docs", *options) == 0
     printed = capsys.readouterr().out
-    assert "for training only; compare shows what they are worth" in printed
+    assert steps(printed) == [*ALL[:2], "mine", "fit", "mine", "fit", *ALL[4:]]
     line = next(line for line in printed.splitlines() if line.startswith("[2]"))
-    assert line.endswith("queries mine/passages.jsonl --output mine/queries --seed 0 " + " ".join(options))
+    assert line.endswith(" ".join(["--output mine/queries --seed 0 --queries docs", *options]))
+    assert '--trained \'["mine/trained", "mine/trained-model"]\'' in printed
+
+
+@pytest.fixture
+def server():
+    """An endpoint that writes queries with words of their passages."""
+
+    def behaviour(prompt, seed, count):
+        new = re.findall(r"near (\w+) \w+\.", prompt.rpartition("Passage: ")[2])
+        return Reply(f"why {new[0]} comes before {new[1]} in {'x'.join(new[1:3])}")
+
+    with chat_server(behaviour) as found:
+        yield found
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_a_models_queries_are_used_if_validation_queries_prefer_them(
+    is_better, documents, model, server, capsys, monkeypatch
+):
+    monkeypatch.setattr(adapt, "MAX_STEPS", 1)
+    monkeypatch.setattr(adapt, "MIN_PASSAGES", 50)
+    scored = []
+
+    def path_scores(start, trained, folder, work, *, shares, **options):
+        scored.append((Path(trained).name, tuple(shares)))
+        best = 0.6 if trained.endswith("-model") and is_better else 0.5
+        return {share: best if share == 0.25 else 0.4 for share in shares}
+
+    monkeypatch.setattr("embeddings.cli.compare.path_scores", path_scores)
+    log = [{"query": row["text"].split(".")[1], "file": row["document"]} for row in documents[:20]]
+    write_rows(Path("log.jsonl"), log)
+    assert run(model, "--queries", "log.jsonl", "--endpoint", server.endpoint) == 0
+    printed = capsys.readouterr().out
+    assert steps(printed) == [*ALL[:2], "mine", "fit", "mine", "fit", *ALL[4:]]
+    # The start is scored once; of equal models the one without a language model is written.
+    assert scored == [("trained", (0, 0.25, 0.5, 0.75, 1)), ("trained-model", (0.25, 0.5, 0.75, 1))]
+    chosen = "trained-model" if is_better else "trained"
+    assert f"0.25 of the way from {model} to mine/{chosen}\n" in printed
+    first, second = (yaml.safe_load(Path(f"mine/train{name}.yaml").read_text()) for name in ("", "-model"))
+    assert {each["trainer"]["max_time"] for each in (first, second)} == {"00:00:15:00"}
+    sources = [each["data"]["init_args"]["sources"][0]["path"] for each in (first, second)]
+    assert sources == ["mine/mined.parquet", "mine/mined-model.parquet"]
+    assert first["trainer"]["default_root_dir"] != second["trainer"]["default_root_dir"]
+    kinds = [{row["kind"] for row in read_rows(Path(f"mine/queries/pairs{name}.jsonl"))} for name in ("", "-model")]
+    assert kinds == [{"sentence", "heading"}, {"model"}]
+
+
+def test_a_models_queries_are_left_aside_without_judgements(documents, model, server, capsys, monkeypatch):
+    monkeypatch.setattr(adapt, "MAX_STEPS", 1)
+    Path("log.txt").write_text("where is it\nwho was there\n")
+    assert run(model, "--queries", "log.txt", "--endpoint", server.endpoint) == 0
+    printed = capsys.readouterr().out
+    assert steps(printed) == ALL
+    assert "not trained on: no judged queries tell what they are worth" in printed
+    assert len(read_rows(Path("mine/queries/pairs-model.jsonl"))) > 100
 
 
 @pytest.mark.parametrize(

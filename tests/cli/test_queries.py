@@ -87,8 +87,9 @@ def test_a_language_model_writes_queries(run, tmp_path, capsys):
         row = next(line.split() for line in printed.out.splitlines() if line.startswith("model "))
         assert int(row[1]) == 20
         assert int(row[2]) > 15
-        kinds = [each["kind"] for each in read_rows(tmp_path / "out" / "pairs.jsonl")]
-        assert kinds.count("model") == int(row[2])
+        found = [each["kind"] for each in read_rows(tmp_path / "out" / "pairs-model.jsonl")]
+        assert found == ["model"] * int(row[2])
+        assert f"{len(found)} more by the language model in pairs-model.jsonl" in printed.out
         assert not any(request.get("stream") for request in server.requests)
         server.requests.clear()
         assert run(*options) == 0
