@@ -18,7 +18,7 @@ from embeddings.adaptation.candidates import (
     key_of,
     read_passages,
 )
-from embeddings.adaptation.sentences import num_words, plain
+from embeddings.adaptation.sentences import is_question, num_words, plain, sentences
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.process import logger
@@ -40,8 +40,8 @@ INSTRUCTION = (
 NUM_EXAMPLES, _POOL, _MOST_WORDS = 4, 64, 15
 # Characters of an example's passage and of the passage itself in a prompt.
 _EXAMPLE_CHARACTERS, _PASSAGE_CHARACTERS = 300, 1_500
-# A shorter query may occur in the examples by chance.
-_LEAST_ECHO = 4
+# A shorter query may occur in the examples by chance, and fewer words twice in a query.
+_LEAST_ECHO = _LEAST_REPEAT = 4
 # Bytes of a token, to estimate what the prompts cost.
 _TOKEN_BYTES = 4
 
@@ -228,6 +228,7 @@ def _request(passage: Passage, examples: Examples, statistics: WordStatistics, s
     return make_request(f"query/{passage.id}", prompt, seed, read, False, parse=read_line, examples=shown)
 
 
+_WORD = regex.compile(r"\w+")
 _REFUSAL = regex.compile(
     r"(?:i['’]?m|i am|we['’]re|we are) (?:very |so |really )?sorry\b|sorry[,.!]|i apologi[sz]e\b|my apologies\b"
     r"|as an? (?:ai|artificial intelligence|(?:large )?language model)\b|i['’]?m (?:just |only )?an ai\b"
@@ -294,9 +295,19 @@ def read_query(query: str, passage: Passage, examples: Sequence[Candidate], stat
     if key in known or is_shown or opening in key or key.startswith("passage:"):
         raise RejectedAnswer("echoed_prompt", query)
     candidate = _candidate(query, passage)
-    if fault := statistics.fault(candidate, passage):
+    if fault := statistics.fault(candidate, passage) or _form_fault(query):
         raise RejectedAnswer("poor_query", fault)
     return candidate
+
+
+def _form_fault(query: str) -> str | None:
+    """Why a text is no query by its form, as answers of weak models often are not, or None."""
+    parts = sentences(query)
+    if len(parts) > 1 and not is_question(query[parts[-1].start : parts[-1].stop]):
+        return "several sentences"
+    tokens = _WORD.findall(key_of(query))
+    runs = [tuple(tokens[start : start + _LEAST_REPEAT]) for start in range(len(tokens) - _LEAST_REPEAT + 1)]
+    return "repeats itself" if len(set(runs)) < len(runs) else None
 
 
 def _candidate(query: str, passage: Passage) -> Candidate:
