@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -97,7 +98,9 @@ class IvfSearch:
         return best.result()
 
     def _search_lists(self, query_QD: Floats, list_QP: Rows, top_k: int) -> TopK:
-        """The documents in the lists of each query, by threads over blocks of queries."""
+        """The documents in the lists of each query, by threads over blocks of queries with lists in common."""
+        order_Q = np.argsort(list_QP[:, 0], kind="stable")
+        query_QD, list_QP = query_QD[order_Q], list_QP[order_Q]
         documents_searched = self.num_probes * max(part.ntotal for part in self._parts) // len(self.centroid_CD)
         block = min(_BLOCK_QUERIES, max(64, _BLOCK_SCORES // max(1, documents_searched)))
         best = BestDocuments(len(query_QD), top_k, block)
@@ -108,7 +111,8 @@ class IvfSearch:
                 )
                 for number, found in enumerate(searched):
                     best.add(number, *found)
-        return best.result()
+        found, place_Q = best.result(), np.argsort(order_Q)
+        return TopK(found.score_QK[place_Q], found.index_QK[place_Q])
 
 
 class NearestLists:
@@ -169,13 +173,17 @@ class _Lists:
         query_n, list_n = order_n // num_probes, list_QP.ravel()[order_n]
         place_n, query_nD = query_n * num_scores + start_QP.ravel()[order_n], torch.from_numpy(query_QD[query_n])
         bounds = [*np.flatnonzero(np.diff(list_n, prepend=-1)).tolist(), len(list_n)]
+        # Views of the scores by the length of a list; making one takes longer than a product.
+        views: dict[int, npt.NDArray[np.float32]] = {}
         for start, stop in pairwise(bounds):
             vector_nD = self._vectors.get(int(list_n[start]))
             if vector_nD is not None:
                 # torch is faster than numpy at products of a few rows.
                 product_qn = query_nD[start:stop] @ vector_nD.T
-                places = sliding_window_view(score_QW.reshape(-1), len(vector_nD), writeable=True)
-                places[place_n[start:stop]] = product_qn.numpy()
+                size = len(vector_nD)
+                if size not in views:
+                    views[size] = sliding_window_view(score_QW.reshape(-1), size, writeable=True)
+                views[size][place_n[start:stop]] = product_qn.numpy()
         top_k = min(top_k, num_scores)
         column_QK = np.argpartition(score_QW, num_scores - top_k, axis=1)[:, num_scores - top_k :]
         # The list of a column is the first that ends behind it.
