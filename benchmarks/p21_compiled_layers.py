@@ -1,6 +1,6 @@
 """P21: a training step with layers compiled by torch.compile, over the same step without; equal gradients.
 
-`backbone.compile` is meant for GPUs; this is its effect on a CPU. The time of compilation is not included.
+`backbone.compile: auto` is for GPUs only; this is the effect of `true` on a CPU, without the time of compiling.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness import compare, options, record
 from benchmarks.workloads import assert_equal_gradients, gradients, question_answer_workload
-from embeddings.models.backbone import compile_layers
+from embeddings.models.compilation import compile_layers
 from embeddings.training import GradCache
 
 

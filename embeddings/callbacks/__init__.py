@@ -1,6 +1,7 @@
 """Floor 4: callbacks of training runs."""
 
 from embeddings.callbacks.checkpoints import DurableCheckpointIO, ExportLanguageModel, ExportModel
+from embeddings.callbacks.gpu import GPUTraining
 from embeddings.callbacks.gradcache import GradCacheCallback
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import StepProgress, Throughput
@@ -12,6 +13,7 @@ __all__ = [
     "DurableCheckpointIO",
     "ExportLanguageModel",
     "ExportModel",
+    "GPUTraining",
     "GradCacheCallback",
     "Preemption",
     "RetrievalEvaluation",

@@ -112,6 +112,12 @@ class RunRecord(SaveConfigCallback):
             self._record["continued_id"] = run.get("id")
             write_json(self.log_dir / "run.json", self._record)
 
+    def add(self, name: str, value: dict[str, str]) -> None:
+        """Add an entry to `run.json`; on rank 0."""
+        if self._record:
+            self._record[name] = value
+            write_json(self.log_dir / "run.json", self._record)
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         lines = [callback.harm() for callback in callbacks if hasattr(callback, "harm")]

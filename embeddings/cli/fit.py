@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
 from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
+from embeddings.callbacks.gpu import GPUTraining
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
@@ -323,7 +324,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             subclass_mode_data=True,
             save_config_callback=RunRecord,
             save_config_kwargs={"command": [*program().split(), *argv]},
-            trainer_defaults={"callbacks": [Preemption()]},
+            trainer_defaults={"callbacks": [Preemption(), GPUTraining()]},
             seed_everything_default=0,
             parser_class=FitParser,
             auto_configure_optimizers=False,

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
 from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable
+from embeddings.callbacks.gpu import GPUTraining
 from embeddings.callbacks.loops import resume_exactly
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
@@ -79,7 +80,7 @@ class Trainer(L.Trainer):
         record = [] if options.get("fast_dev_run") else [ScriptRecord()]
         chosen = [*standard, *added]
         with quiet_libraries():
-            super().__init__(callbacks=[*chosen, Preemption(), *record], **self.given_options)
+            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *record], **self.given_options)
         self.given_options["callbacks"] = chosen
         set_up_trainer(self, chosen)
         set_up_ranks(self)

@@ -29,6 +29,7 @@ from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, cpu_flags
+from embeddings.models.compilation import COMPILED_ROWS, compile_if_possible, is_compiled
 from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
@@ -210,6 +211,12 @@ class Encoder:
         other.mini_batch_tokens = mini_batch_tokens
         return other
 
+    def compile_for(self, num_texts: int) -> None:
+        """Compile the model's layers if that pays for a command of this many texts: 200,000 on a CUDA GPU."""
+        backbone = self.embedder.backbone
+        if self.device.type == "cuda" and num_texts >= COMPILED_ROWS and not is_compiled(backbone):
+            compile_if_possible(backbone)
+
     @classmethod
     def from_pretrained(
         cls, model: str, *, device: str | torch.device | None = None, precision: Precision = "auto", **options: Any
@@ -294,6 +301,7 @@ class Encoder:
         role = role or ("query" if prompt_name == "query" else "document")
         prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
         _check_list("texts", texts)
+        self.compile_for(len(texts))
         compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
         tokens = partial(self._blocks_ahead, texts, role, prompt) if tokenised is None else lambda _: tokenised

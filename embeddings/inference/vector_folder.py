@@ -508,6 +508,7 @@ def _encode_shard(
     """Encode and write a shard, in this process or a worker; returns its number of documents."""
     (corpus, prompt_name, role, context, mini_batch_tokens), (shard, documents, tokens) = options, item
     encoder = encoder.with_mini_batch_tokens(mini_batch_tokens)
+    encoder.compile_for(shards.num_rows)
     texts = [document.text for document in documents]
     vectors = encoder.encode(texts, prompt_name, context, role=role, tokenised=tokens)
     stored = stored_rows(vectors, shards.vector_format, corpus, shards.rows(shard).start + 1)

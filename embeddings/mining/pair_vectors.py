@@ -291,6 +291,7 @@ class _ShardWriter:
 
     def write(self, encoder: "Encoder", item: _ShardTexts, path: Path) -> None:
         encoder, vector_ND = encoder.with_mini_batch_tokens(self.mini_batch_tokens), item.vector_ND
+        encoder.compile_for(self.shards.num_rows)
         with progress_bar(sum(len(texts) for *_, texts in item.parts), f"encode {self.role}", "text") as bar:
             for prompt, position_n, texts in item.parts:
                 with bar.item(len(texts)):

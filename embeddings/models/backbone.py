@@ -1,4 +1,4 @@
-"""Loads a Hugging Face encoder or decoder and its tokenizer as a backbone, and compiles its layers."""
+"""Loads a Hugging Face encoder or decoder and its tokenizer as a backbone."""
 
 import inspect
 import os
@@ -26,7 +26,7 @@ from embeddings.common.errors import is_panic, require, shown
 from embeddings.common.io import check_file, read_json_or_empty
 from embeddings.common.process import quiet_transformers
 from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
-from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
+from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
 from embeddings.models.model_files import (
     QUANTIZATION,
     UNDAMAGED,
@@ -62,14 +62,15 @@ class BackboneConfig:
         dropout: Probability of all dropout in the model, including attention; None is the checkpoint's.
         num_layers: Load only the first layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None for
             all. Saved models have the same number.
-        compile: Compile each layer with torch.compile, which takes minutes at the start of a run. Layers that a pooling
-            reads are not compiled.
+        compile: Compile each layer with torch.compile, which takes minutes at the start of a run. Layers that a
+            pooling reads are not compiled. `auto`: on a CUDA GPU, with one device or DDP, in a run of at least 200,000
+            rows per process; if the compiler fails, one line says so and the layers run without it.
         quantization: `nf4` stores the linear layers in 4 bits (QLoRA, arXiv:2305.14314): for weights that LoRA freezes,
             on a CUDA GPU. Needs the extra `qlora` and `dtype: bfloat16`. A model directory has dequantised weights.
         unpadded: Whether the texts of a mini-batch are concatenated without padding, each attending only to itself;
             vectors and gradients are equal up to rounding. `auto`: on a GPU in half precision, if the model supports
-            it, has no dropout in its attention and is not compiled. `true`: always, on a CPU in a loop over texts;
-            an error if the model does not support it. `false`: never.
+            it. `true`: always, on a CPU in a loop over texts; an error if the model does not support it. `false`:
+            never. The GPU's kernel has no dropout, so attention dropout is then off; one line says so.
     """
 
     name: str
@@ -80,7 +81,7 @@ class BackboneConfig:
     gradient_checkpointing: bool = False
     dropout: float | None = None
     num_layers: int | None = None
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     quantization: Literal["nf4"] | None = None
     unpadded: bool | Literal["auto"] = "auto"
 
@@ -93,11 +94,6 @@ class BackboneConfig:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
         if self.num_layers is not None and self.num_layers < 1:
             raise OptionError("backbone.num_layers", self.num_layers, "must be >= 1", "leave it out for all")
-
-    @property
-    def unpadded_mode(self) -> bool | Literal["auto"]:
-        """`unpadded`, but `auto` is false for compiled layers: the GPU kernel has not been tested in a graph."""
-        return False if self.compile and self.unpadded == "auto" else self.unpadded
 
 
 def check_attention(name: str | None, owner: str) -> None:
@@ -451,35 +447,3 @@ def _first_line(error: BaseException) -> str:
 # Not in rotary_moe.py: its copy in a model directory must not replace this registration.
 AutoConfig.register(RotaryMoeConfig.model_type, RotaryMoeConfig)
 AutoModel.register(RotaryMoeConfig, RotaryMoeModel)
-
-
-# Dropout from torch's generator: with and without gradients a layer draws the same mask, which GradCache relies on.
-_COMPILER: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
-# Graphs per type of layer: with and without gradients, padding, dropout, a second text. torch's limit is 8.
-_MAX_GRAPHS = 64
-
-
-def compile_layers(backbone: nn.Module) -> None:
-    """Compile each layer, except those that a pooling reads, with torch.compile when it first runs, for any sizes.
-
-    Adapters, experts and captures must be in the backbone already.
-    """
-    # The compiler replaces eager attention by one whose dropout GradCache cannot replay.
-    if plain_backbone(backbone).config._attn_implementation == "eager":
-        rule = "does not support eager attention, which the compiler would replace by one with different dropout"
-        raise OptionError("model.backbone.compile", True, rule, "set attn_implementation to sdpa")
-    captured = [part for part in backbone.modules() if hasattr(part, "embeddings_capture")]
-    suitable = [layer for layer in layers(backbone) if not any(part in captured for part in layer.modules())]
-    if not suitable:
-        rule = "cannot compile any layer of this model: the pooling reads the attention of each"
-        raise OptionError("model.backbone.compile", True, rule, "leave it out")
-    from torch._dynamo import config  # importing the compiler takes seconds
-
-    config.recompile_limit = max(_MAX_GRAPHS, config.recompile_limit)
-    for layer in suitable:
-        layer.compile(dynamic=True, **_COMPILER)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether any submodule is compiled."""
-    return any(part._compiled_call_impl is not None for part in module.modules())

@@ -124,6 +124,10 @@ class ContextualEmbedder(Embedder):
             super().unpad(mode)
         self.first_unpadding = unpadding_of(self.first_stage.backbone, mode if first_stage is None else first_stage)
 
+    def ignored_dropout(self, device: torch.device) -> float:
+        first, backbone = self.first_unpadding, self.first_stage.backbone
+        return max(super().ignored_dropout(device), 0.0 if first is None else first.ignored_dropout(backbone, device))
+
     @property
     def num_context(self) -> int:
         """Context vectors before each text, J."""

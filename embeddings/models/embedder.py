@@ -103,6 +103,10 @@ class Embedder(nn.Module):
         finally:
             self.capture.attach()
 
+    def ignored_dropout(self, device: torch.device) -> float:
+        """The attention dropout that training on a GPU in half precision leaves out; 0 if there is none."""
+        return 0.0 if self.unpadding is None else self.unpadding.ignored_dropout(self.backbone, device)
+
     def forward(self, tokens: PaddedTokens | TokenBatch) -> Tensor:
         """One vector per text.
 
@@ -211,7 +215,7 @@ class Embedder(nn.Module):
         backbone, tokenizer = load_backbone(config)
         folder = resolve_model(config.name, config.revision)
         embedder = cls._of_directory(folder, backbone, tokenizer, config.dropout)
-        embedder.unpad(config.unpadded_mode)
+        embedder.unpad(config.unpadded)
         return embedder
 
     @classmethod

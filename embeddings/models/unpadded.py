@@ -67,7 +67,7 @@ class Unpadding:
 
     The states of the tokens equal those of padded texts up to rounding. On a GPU in half precision attention is one
     call of torch's `varlen_attn`, or the flash attention that the backbone was loaded with; elsewhere a loop. Without
-    `always`, texts are unpadded only where this is faster: on a GPU in half precision without attention dropout.
+    `always`, texts are unpadded only where this is faster: on a GPU in half precision. `varlen_attn` has no dropout.
 
     The constructor tests the backbone on three short texts and raises a `ValueError` if it is not supported.
     """
@@ -136,16 +136,16 @@ class Unpadding:
         states: Tensor = output.last_hidden_state
         return states[0]
 
+    def ignored_dropout(self, backbone: nn.Module, device: torch.device) -> float:
+        """The attention dropout that training on `device` in half precision leaves out; 0 if there is none."""
+        plain = plain_backbone(backbone)
+        if self._is_flash or not _has_kernel(device, _head_width(plain)):
+            return 0.0
+        return max(attention_dropouts(plain.config).values(), default=0.0)
+
     def _is_quick(self, plain: PreTrainedModel) -> bool:
-        """Whether a kernel for unpadded texts supports this model's dtype, dropout and head width on its GPU now."""
-        if not _in_half_precision(plain):
-            return False
-        if self._is_flash:
-            return True
-        config = plain.config
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        drops = plain.training and any(attention_dropouts(config).values())
-        return not drops and _has_kernel(plain.device, width)
+        """Whether a kernel for unpadded texts supports this model's dtype and head width on its GPU now."""
+        return _in_half_precision(plain) and (self._is_flash or bool(_has_kernel(plain.device, _head_width(plain))))
 
     @torch.no_grad()
     def _try(self, backbone: nn.Module) -> None:
@@ -194,6 +194,11 @@ def _in_half_precision(plain: PreTrainedModel) -> bool:
     return torch.is_autocast_enabled("cuda") or plain.dtype in _HALF
 
 
+def _head_width(plain: PreTrainedModel) -> int:
+    config = plain.config
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def has_window(backbone: nn.Module) -> bool:
     """Whether a backbone has layers with a sliding window."""
     return "sliding_attention" in (getattr(plain_backbone(backbone).config, "layer_types", None) or ())
@@ -235,26 +240,41 @@ def _row_attention(
     is_causal, window = visible_range(module, arguments)
     window = None if window is None or window >= longest else window
     dropout, scaling = float(arguments.get("dropout") or 0.0), arguments.get("scaling")
-    if _kernel_supports(query, value, dropout):
+    if _kernel_supports(query, value):
+        # It has no dropout; no config of a method has dropout in the attention.
         return _by_kernel(query, key, value, start_N1, longest, is_causal, window, scaling), None
     return _by_loop(query, key, value, start_N1, is_causal, window, dropout, scaling), None
 
 
-def _kernel_supports(query: Tensor, value: Tensor, dropout: float) -> bool:
+def _kernel_supports(query: Tensor, value: Tensor) -> bool:
     is_half = torch.is_autocast_enabled(query.device.type) or query.dtype in _HALF
-    if query.device.type != "cuda" or not is_half or dropout > 0 or query.shape[-1] != value.shape[-1]:
+    if query.device.type != "cuda" or not is_half or query.shape[-1] != value.shape[-1]:
         return False
-    return _has_kernel(query.device, query.shape[-1])
+    return bool(_has_kernel(query.device, query.shape[-1]))
+
+
+# A constant in the graph of a compiled layer, as is `_shares_keys`.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernel(device: torch.device, width: int) -> bool:
+    return _finds_kernel(device, width)
 
 
 @functools.cache
-def _has_kernel(device: torch.device, width: int) -> bool:
+def _finds_kernel(device: torch.device, width: int) -> bool:
     """Whether torch's kernel supports this GPU, windows and heads of this width."""
     from torch.nn.attention.varlen import varlen_attn
 
     is_recent = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     supports_width = width % 8 == 0 and width <= _MAX_HEAD_WIDTH
     return is_recent and supports_width and "window_size" in inspect.signature(varlen_attn).parameters
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _shares_keys() -> bool:
+    """Whether torch's kernel lets several heads share a key."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _by_kernel(
@@ -276,7 +296,7 @@ def _by_kernel(
     num_shared = query.shape[1] // key.shape[1]
     left = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0 if is_causal else left)}
-    if "enable_gqa" in inspect.signature(run).parameters:
+    if _shares_keys():
         options["enable_gqa"] = num_shared > 1
     else:
         key, value = (side.repeat_interleave(num_shared, dim=1) for side in (key, value))

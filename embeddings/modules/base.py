@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -46,7 +45,7 @@ from embeddings.data.samplers.base import accumulated_batches, batches_since_ste
 from embeddings.losses import InfoNCE
 from embeddings.losses.info_nce import scores_at_once
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
-from embeddings.models.backbone import compile_layers, is_compiled
+from embeddings.models.compilation import check_compiler, set_compilation
 from embeddings.models.directory import read_model_directory, read_text_settings
 from embeddings.models.language_model import HeadKind
 from embeddings.models.lora import frozen_weights, is_four_bit
@@ -291,10 +290,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
             if isinstance(callback, BaseFinetuning | StochasticWeightAveraging):
                 rule, hint = "would not keep to the optimiser and its schedule", "use lora, or EMAWeightAveraging"
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
-        compiler = os.environ.get("CXX", "g++")
-        if is_compiled(self) and strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
-            rule = f"needs {compiler} on a CPU"
-            raise OptionError("model.backbone.compile", True, rule, "install it, or leave it out")
+        check_compiler(self, strategy.root_device)
 
     def _loss_scaler(self) -> Any:
         plugin = self.trainer.precision_plugin
@@ -571,11 +567,10 @@ def build_embedder(
         transformed = model if transform is None else transform(model)
         adapted = transformed if lora is None else add_lora(transformed, lora)
     embedder = Embedder(adapted, tokenizer, pooling_layer, normalize=normalize, text=text, **options)
-    embedder.unpad(backbone.unpadded_mode)
+    embedder.unpad(backbone.unpadded)
     if lora is not None and transformed is model:
         embedder.frozen_base = FrozenBase(source.name, resolve_model(source.name, source.revision))
-    if backbone.compile:
-        compile_layers(embedder.backbone)
+    set_compilation(embedder.backbone, backbone.compile)
     return embedder
 
 

@@ -19,7 +19,7 @@ from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
-from embeddings.models.backbone import compile_layers
+from embeddings.models.compilation import set_compilation
 from embeddings.models.contextual import check_dropout
 from embeddings.models.pooling import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, initial_text
@@ -172,10 +172,9 @@ class CDEModule(ContrastiveModule):
         if limit is not None and context.max_length is not None and context.max_length > limit:
             rule = f"must be <= {limit}, the positions that the first stage has"
             raise OptionError("model.context.max_length", context.max_length, rule, "lower it")
-        embedder.unpad(backbone.unpadded_mode, first_stage.unpadded_mode)
+        embedder.unpad(backbone.unpadded, first_stage.unpadded)
         for config, model in ((backbone, embedder.backbone), (first_stage, embedder.first_stage.backbone)):
-            if config.compile:
-                compile_layers(model)
+            set_compilation(model, config.compile)
         embedder.slots.dropout_fraction = context.dropout_fraction
         embedder.first_stage.max_length = context.max_length
         optimizer = optimizer or partial(torch.optim.Adam, lr=2e-5)

@@ -19,8 +19,9 @@ from embeddings.common.random import derive_seed, run_seed
 from embeddings.common.types import PackedRows, Prediction
 from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
-from embeddings.models.backbone import compile_layers, num_positions
+from embeddings.models.backbone import num_positions
 from embeddings.models.bidirectional import check_causal
+from embeddings.models.compilation import set_compilation
 from embeddings.models.language_model import (
     FromScratch,
     HeadKind,
@@ -223,8 +224,8 @@ class MaskedLMModule(BaseModule):
             self.language_model = LanguageModel(model, tokenizer, causal, lora)
         if backbone is not None and lora is not None:
             self.frozen_base = FrozenBase(backbone.name, resolve_model(backbone.name, backbone.revision))
-        if backbone is not None and backbone.compile:
-            compile_layers(self.language_model.backbone)
+        if backbone is not None:
+            set_compilation(self.language_model.backbone, backbone.compile)
         if not causal and masking is None:
             masking = Masking()
         special = set(tokenizer.all_special_ids)

@@ -29,6 +29,7 @@ class TrainingStrategy:
     keeps_float32_weights: bool = False  # whether weights in half precision have a float32 copy that is updated
     supports_gradcache: bool = True  # whether `gradcache_step` computes the correct gradient
     supports_context_stage: bool = True  # whether it is also correct for a `ContextualStep`
+    compiles_layers: bool = False  # whether `compile: auto` compiles layers on a GPU
     # Whether every backward averages gradients, so that all ranks must run the same number of mini-batches.
     equal_mini_batches: bool = False
 
@@ -49,7 +50,7 @@ def training_strategy(strategy: Strategy) -> TrainingStrategy:
         return strategy
     properties = TrainingStrategy()
     is_supported = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-    properties.single_file_checkpoints = properties.supports_gradcache = is_supported
+    properties.single_file_checkpoints = properties.supports_gradcache = properties.compiles_layers = is_supported
     properties.is_sharded = isinstance(strategy, ModelParallelStrategy)
     return properties
 

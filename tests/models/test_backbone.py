@@ -1,7 +1,6 @@
 """Loading a backbone: options and errors; compiled layers against plain ones; adapters; students with fewer layers."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrai
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import (
-    AnchorTokenPooling,
     BackboneConfig,
-    Embedder,
     LoraSettings,
     Upcycling,
     add_lora,
@@ -22,12 +19,10 @@ from embeddings.models import (
     load_backbone,
     upcycle,
 )
-from embeddings.models import backbone as layers_module
-from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled, read_tokenizer
+from embeddings.models import backbone as backbone_module
+from embeddings.models.backbone import read_tokenizer
 from embeddings.models.bidirectional import layers
 from embeddings.models.lora import merged_state_dict
-from embeddings.training import GradCache
-from tests.helpers.contrastive import TinyStep, random_batch, relative_error
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.tiny import (
     bpe_tokenizer,
@@ -40,7 +35,6 @@ from tests.helpers.tiny import (
 from tests.models.moe import tiny_rotary
 from tests.models.reading import random_tokens
 from tests.models.test_bidirectional import FAMILIES, build
-from tests.training.test_gradcache import cached_gradient, direct_gradient
 
 
 @pytest.fixture
@@ -179,7 +173,7 @@ def test_a_tokenizer_that_panics_is_refused_in_one_line(bert, part, value, says)
 
 
 def test_ctrl_c_is_no_damage_of_a_tokenizer(bert, monkeypatch):
-    monkeypatch.setattr(layers_module, "load_tokenizer_files", interrupted_at(print))
+    monkeypatch.setattr(backbone_module, "load_tokenizer_files", interrupted_at(print))
     with pytest.raises(KeyboardInterrupt):
         read_tokenizer(bert)
 
@@ -208,100 +202,6 @@ def test_dropout_applies_to_a_decoders_attention_and_is_refused_for_models_witho
     folder = save_backbone(str(tmp_path / "mamba"), mamba, wordpiece_tokenizer())
     with pytest.raises(OptionError, match=r"backbone\.dropout does not exist in mamba, got 0\.1"):
         load_backbone(BackboneConfig(folder, dropout=0.1))
-
-
-# Compiling causes warnings of torch; the compiler suppresses its own only if warnings are not errors.
-keeps_warnings = pytest.mark.filterwarnings("default")
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
-
-
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def compiler(request, monkeypatch):
-    """Traced graphs without code generation, or compiled to C++, which takes minutes."""
-    if request.param == "aot_eager":
-        monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
-    yield
-    torch.compiler.reset()
-
-
-def recomputed():
-    model = tiny_bert(dropout=0.1)
-    enable_checkpointing(model)
-    return model
-
-
-MODELS = {
-    "encoder": lambda: tiny_bert(dropout=0.1),
-    "encoder, recomputed": recomputed,
-    "decoder with adapters": lambda: add_lora(tiny_mistral(), LoraSettings(rank=4, dropout=0.1)),
-}
-
-
-def plain_and_compiled(model):
-    """A plain and a compiled step with the same weights, with dropout."""
-    steps = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        backbone = MODELS[model]().train()
-        if compiles:
-            compile_layers(backbone)
-        steps.append(TinyStep(backbone))
-    plain, compiled = steps
-    assert is_compiled(compiled)
-    assert not is_compiled(plain)
-    assert list(compiled.state_dict()) == list(plain.state_dict())
-    return plain, compiled
-
-
-@keeps_warnings
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_gradcache_has_the_gradient_of_plain_layers_and_replays_dropout(model, compiler):
-    plain, compiled = plain_and_compiled(model)
-    for num_pairs in (4, 7):
-        batch, engine = random_batch(num_pairs, 2), GradCache(mini_batch_tokens=30, kept_fraction=0.5)
-        torch.manual_seed(1)
-        direct = direct_gradient(plain, batch, engine)[1]
-        torch.manual_seed(1)
-        cached = cached_gradient(compiled, batch, engine)[1]
-        assert relative_error(cached, direct) < 1e-6
-        assert relative_error(cached_gradient(compiled, batch, engine)[1], direct) > 1e-3
-
-
-@pytest.mark.slow
-@keeps_warnings
-@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
-def test_mini_batches_of_many_sizes_need_no_new_compilation(compiler):
-    """Four compiled graphs: with and without padding, each with and without gradients, as in GradCache's passes."""
-    model, counted, found = tiny_bert().train(), torch._dynamo.utils.counters, []
-    compile_layers(model)
-    counted.clear()
-    for num_texts, length in ((4, 16), (7, 24), (12, 5), (2, 31)):
-        mask_NL = torch.ones(num_texts, length, dtype=torch.int64)
-        padded_NL = mask_NL.clone()
-        padded_NL[0, length // 2 :] = 0
-        for attention_NL in (mask_NL, padded_NL):
-            with torch.no_grad():
-                model(mask_NL, attention_mask=attention_NL)
-            model(mask_NL, attention_mask=attention_NL).last_hidden_state.sum().backward()
-        found.append(counted["stats"]["unique_graphs"])
-    assert found == [4] * len(found)
-    assert not counted["graph_break"]
-
-
-@keeps_warnings
-def test_layers_that_a_pooling_reads_are_not_compiled_and_eager_attention_is_refused():
-    partly, whole = tiny_mistral(), tiny_mistral()
-    for decoder, read_layers in ((partly, (-1,)), (whole, (0, 1))):
-        pooling = AnchorTokenPooling(32, layers=read_layers, by_visible_queries=True)
-        Embedder(decoder, sentencepiece_tokenizer(), pooling)
-    compile_layers(partly)
-    assert [is_compiled(layer) for layer in layers(partly)] == [True, False]
-    with pytest.raises(OptionError, match=r"backbone\.compile cannot compile any layer of this model: the pooling"):
-        compile_layers(whole)
-    whole.set_attn_implementation("eager")
-    with pytest.raises(OptionError, match=r"backbone\.compile does not support eager attention.*sdpa"):
-        compile_layers(whole)
 
 
 TOKENS = random_tokens(384, [5, 9, 3])

@@ -8,10 +8,8 @@ from torch.nn.attention import varlen
 
 from embeddings.common import OptionError, TokenBatch
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, make_bidirectional, poolings, unpadded
-from embeddings.models import backbone as layers_module
 from embeddings.models.attention_capture import attention_layers
 from embeddings.modules import CDEModule, NVEmbedModule
-from tests.helpers.contrastive import gradient_vector, relative_error
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 from tests.models.moe import tiny_rotary
@@ -184,33 +182,6 @@ def test_the_kernel_gets_the_window_the_scale_and_the_shared_keys(name, monkeypa
     assert float((found - expected).abs().max()) <= 1e-6
 
 
-# Compiling causes warnings of torch.
-@pytest.mark.filterwarnings("default")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "gemma3"])
-def test_compiled_layers_support_unpadded_texts(name, monkeypatch):
-    """Vectors and gradients equal those of plain layers; no new graph is compiled after the second mini-batch."""
-    monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
-    plain, compiled = (embedder_of(BACKBONES[name]()) for _ in range(2))
-    compiled.load_state_dict(plain.state_dict())
-    for embedder in (plain, compiled):
-        embedder.unpad(True)
-    layers_module.compile_layers(compiled.backbone)
-    num_graphs = []
-    for lengths in (LENGTHS, (3, 3, 7), (20, 1, 2, 2, 8, 9), (30, 4, 3, 2, 2, 1)):
-        found = []
-        for embedder in (plain, compiled):
-            embedder.zero_grad()
-            vector_ND = embedder(texts(lengths))
-            (vector_ND * torch.linspace(0, 1, vector_ND.numel()).view_as(vector_ND)).sum().backward()
-            found.append((vector_ND.detach(), gradient_vector(embedder)))
-        assert float((found[1][0] - found[0][0]).abs().max()) <= 1e-6
-        assert relative_error(found[1][1], found[0][1]) <= 1e-6
-        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    torch.compiler.reset()
-    assert num_graphs[1:] == num_graphs[1:2] * 3
-
-
 @pytest.mark.parametrize(
     ("dtype", "longest", "num_prefix", "expected"),
     [
@@ -247,5 +218,3 @@ def test_methods_use_the_unpadded_option_of_their_backbone(tmp_path):
         backbone = BackboneConfig(folder, unpadded=mode)
         for module in (NVEmbedModule(backbone, MeanPooling), CDEModule(backbone)):
             assert (module.embedder.unpadding is not None) is expected
-    assert BackboneConfig(folder, compile=True).unpadded_mode is False
-    assert BackboneConfig(folder, compile=True, unpadded=True).unpadded_mode is True

@@ -13,8 +13,7 @@ from embeddings.cli.main import main
 from embeddings.cli.parser import reason
 from embeddings.common import InputError, NumericError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.models import BackboneConfig, Embedder
-from embeddings.models import backbone as layers_module
+from embeddings.models import BackboneConfig, Embedder, compilation
 from embeddings.models.lora import frozen_weights
 from embeddings.modules import ContrastiveModule, MGHCurriculumModule, NVEmbedModule
 from embeddings.modules.base import BaseModule
@@ -150,7 +149,7 @@ def test_the_length_of_a_run_counts_optimiser_steps(batches, accumulate, limit, 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_run_resumes_and_exports_like_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
+    monkeypatch.setattr(compilation, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
     export = component("ExportModel", output=str(tmp_path / "model"), replace=True)

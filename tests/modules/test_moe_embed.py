@@ -8,8 +8,7 @@ import torch
 
 from embeddings.common import LossOutput, OptionError
 from embeddings.losses import LoadBalancing, load_balancing_loss
-from embeddings.models import BackboneConfig, LoraSettings, Upcycling
-from embeddings.models import backbone as layers_module
+from embeddings.models import BackboneConfig, LoraSettings, Upcycling, compilation
 from embeddings.models.moe.experts import Experts, Router
 from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
@@ -137,10 +136,10 @@ def test_compiled_experts_have_the_gradient_of_plain_ones(
     dense: str, is_half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 a compiler may round differently, so errors against the float64 gradient are compared."""
-    monkeypatch.setattr(layers_module, "_COMPILER", {"backend": "aot_eager"})
+    monkeypatch.setattr(compilation, "_COMPILER", {"backend": "aot_eager"})
     exact, plain, compiled = (moe_module(dense) for _ in range(3))
     exact.double()
-    layers_module.compile_layers(compiled.embedder.backbone)
+    compilation.compile_layers(compiled.embedder.backbone)
     engine, num_graphs = GradCache(mini_batch_tokens=40, kept_fraction=0.5), []
     for num_pairs in (6, 4, 7, 3, 8, 6):
         gradients = []

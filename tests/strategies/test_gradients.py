@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
 from embeddings.callbacks.progress import Work, flops
-from embeddings.models import backbone
+from embeddings.models import compilation
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
 from tests.strategies.cpu_zero import CpuZero
@@ -112,7 +112,7 @@ COMPILED = "nv-embed, whole backbone"
 
 def compiled_updates(folder: Path, rank: int) -> dict[Any, Any]:
     be_launched(rank)
-    backbone._COMPILER = {"backend": "aot_eager"}
+    compilation._COMPILER = {"backend": "aot_eager"}
     make: Any = methods(folder)[COMPILED]
     compiled = partial(make.func, replace(make.args[0], compile=True), **make.keywords)
     names = ("fsdp2", "zero 3", "zero 2")
