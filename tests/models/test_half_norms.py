@@ -1,0 +1,154 @@
+"""Layer norms in bfloat16 under autocast, on a CPU that follows the rules of a GPU; exact elsewhere."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertModel
+from transformers.models.nomic_bert import NomicBertConfig, NomicBertModel
+
+from embeddings.models import Embedder, MeanPooling, half_norms
+from embeddings.models.half_norms import LayerNorm, use_half_norms
+from tests.docs.pages import ROOT
+from tests.helpers.contrastive import gradient_vector, relative_error
+from tests.helpers.passes import SavedBytes, of_a_layer
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_nomic
+from tests.models.test_unpadded import texts
+
+
+class Float32Norm(nn.LayerNorm):
+    """torch's layer norm under CUDA's autocast, which casts to float32 and returns it; that of a CPU does not."""
+
+    def forward(self, input):
+        if torch.is_autocast_enabled("cpu"):
+            input = input.float()
+        return super().forward(input)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The rule for a GPU's autocast applies to a CPU's."""
+    monkeypatch.setattr(half_norms, "_rounds", lambda device_type: torch.is_autocast_enabled("cpu"))
+
+
+def with_norms(model, kind):
+    """The model with layer norms of one kind."""
+    use_half_norms(model)
+    changed = [part for part in model.modules() if type(part) is LayerNorm]
+    assert len(changed) >= 3
+    for part in changed:
+        part.__class__ = kind
+    return model
+
+
+def embedder_of(backbone):
+    torch.manual_seed(1)
+    return Embedder(backbone, wordpiece_tokenizer(), MeanPooling(32)).train()
+
+
+MODELS = {"bert": tiny_bert, "nomic": tiny_nomic}
+
+
+def gradient(model, kind, autocast=True):
+    embedder = embedder_of(MODELS[model]())
+    with torch.no_grad():
+        for weight in embedder.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=0.2)
+    with_norms(embedder.backbone, kind)
+    if not autocast:
+        embedder.double()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        vector_ND = embedder(texts((12, 30, 7, 25)))
+    weight_ND = torch.randn(vector_ND.shape, generator=torch.Generator().manual_seed(0))
+    (vector_ND.double() * weight_ND).sum().backward()
+    return gradient_vector(embedder)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_as_close_to_float64_as_with_norms_in_float32(model, on_gpu):
+    """With weights so large that the layers matter. The unit roundoff of bfloat16 is 0.4 %."""
+    exact = gradient(model, nn.LayerNorm, autocast=False)
+    before, after = (relative_error(gradient(model, kind), exact) for kind in (Float32Norm, LayerNorm))
+    assert 1e-3 < before < 2e-2
+    assert 1e-3 < after < 1.6 * before
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_state_is_saved_in_float32(model, on_gpu):
+    """The mean and the deviation of each token are; the embedding before the first norm is float32."""
+    found = {}
+    for kind in (Float32Norm, LayerNorm):
+        embedder = embedder_of(MODELS[model]())
+        with_norms(embedder.backbone, kind)
+        saved, tokens = SavedBytes(embedder.parameters()), texts((12, 30, 7, 25)).padded()
+        inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": tokens.attention_mask_NL.long()}
+        with saved.counted(), torch.autocast("cpu", torch.bfloat16):
+            output = embedder.backbone(**inputs).last_hidden_state
+        num_values = output.numel()
+        wide = [size for dtype, size in saved.sizes.values() if dtype == torch.float32 and size == 4 * num_values]
+        found[kind] = len(wide)
+        assert output.dtype == (torch.bfloat16 if kind is LayerNorm else torch.float32)
+    assert found[Float32Norm] >= 4
+    assert found[LayerNorm] <= 1
+
+
+def test_the_norm_rounds_once_from_float32(on_gpu):
+    norm = LayerNorm(64)
+    nn.init.normal_(norm.weight)
+    state = torch.randn(50, 64).bfloat16() + 30
+    with torch.autocast("cpu", torch.bfloat16):
+        found = norm(state)
+    with torch.no_grad():
+        weight, bias = norm.weight.bfloat16().double(), norm.bias.bfloat16().double()
+    exact = F.layer_norm(state.double(), (64,), weight, bias, norm.eps)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_in_float32_and_on_a_cpu_it_is_torchs_norm():
+    plain, model = tiny_bert(), tiny_bert()
+    use_half_norms(model)
+    assert repr(model) == repr(plain)
+    assert all(isinstance(part, nn.LayerNorm) for part in model.modules() if type(part) is LayerNorm)
+    ids = torch.arange(5, 17).view(2, 6)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found, expected = (each(ids).last_hidden_state for each in (model, plain))
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+
+
+TOKENS, LENGTH = 65_536, 128
+SIZES = {
+    "BERT base": (BertModel, BertConfig, {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "NomicBERT": (NomicBertModel, NomicBertConfig, {}),
+}
+
+
+def counted(name, kind):
+    model_class, config_class, options = SIZES[name]
+
+    def build(num_layers):
+        model = model_class(config_class(num_hidden_layers=num_layers, **options), add_pooling_layer=False)
+        return with_norms(model, kind).train()
+
+    def run(model):
+        ids = torch.zeros(TOKENS // LENGTH, LENGTH, dtype=torch.int64)
+        return model(input_ids=ids, attention_mask=None).last_hidden_state
+
+    return of_a_layer(build, run)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_table_of_the_documentation_is_what_is_counted(name, on_gpu):
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    pattern = rf"^\| {name} \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$"
+    (row,) = re.findall(pattern, page, re.MULTILINE)
+    found = []
+    for kind in (Float32Norm, LayerNorm):
+        kernels, num_bytes, saved, _ = counted(name, kind)
+        found += [str(kernels), f"{num_bytes / 1e9:.1f}", f"{saved / 1e9:.2f}"]
+    assert list(row) == found
