@@ -32,6 +32,7 @@ class GradCacheCallback(L.Callback):
             means None.
         equal_mini_batches: Whether all ranks run the same number of mini-batches; always true under FSDP2, ZeRO-2 and
             ZeRO-3.
+        gpu_mini_batch_tokens: `mini_batch_tokens` on a CUDA GPU, where larger ones are faster; None for the same.
 
     The order of sums depends on which graphs are kept, so checkpoints contain the value that `auto` measured.
     """
@@ -43,12 +44,17 @@ class GradCacheCallback(L.Callback):
         kept_fraction: float | None = None,
         kept_gib: float | Literal["auto"] | None = "auto",
         equal_mini_batches: bool = False,
+        gpu_mini_batch_tokens: int | None = None,
     ) -> None:
+        if gpu_mini_batch_tokens is not None and gpu_mini_batch_tokens < 1:
+            fix = "leave it out for mini_batch_tokens"
+            raise OptionError("gpu_mini_batch_tokens", gpu_mini_batch_tokens, "must be >= 1", fix)
         if isinstance(kept_gib, str) and kept_gib != "auto":
             raise OptionError("kept_gib", kept_gib, "must be a number, auto or null", "auto depends on the free memory")
         self._is_auto = kept_gib == "auto" and kept_fraction is None
         limit = None if isinstance(kept_gib, str) else kept_gib
         self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, limit, equal_mini_batches)
+        self._gpu_mini_batch_tokens = gpu_mini_batch_tokens
         self._measured_gib: float | None = None
         self._first_step = 0
 
@@ -73,6 +79,8 @@ class GradCacheCallback(L.Callback):
         assert isinstance(pl_module, GradCacheModule)
         self.engine.equal_mini_batches |= training_strategy(trainer.strategy).equal_mini_batches
         pl_module.grad_cache = self.engine
+        if self._gpu_mini_batch_tokens is not None and trainer.strategy.root_device.type == "cuda":
+            self.engine.mini_batch_tokens = self._gpu_mini_batch_tokens
         if self._is_auto:
             self._measured_gib, self.engine.budget.kept_gib = None, 0.0
 

@@ -39,6 +39,7 @@ from embeddings.cli.trainer import (
     check_start,
     checks_before_model,
     choose_folder,
+    known_accelerator,
     print_to_stderr,
     set_up_trainer,
 )
@@ -238,6 +239,7 @@ class TrainerCLI(LightningCLI):
             raise OptionError("trainer.gradient_clip_val", norm, "must be >= 0", "leave it out for no clipping")
         # A copy, because Lightning appends to the list.
         callbacks = list(self.config_init.trainer.callbacks or [])
+        kwargs.setdefault("accelerator", known_accelerator(self.config.trainer.accelerator))
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except UserError:
@@ -561,7 +563,7 @@ def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | 
     # A backbone named on the command line is replaced too: it determines the architecture.
     changes.on_command_line.discard(f"model.{name}.name")
     changes.set(f"{key}.name", str(stand_in))
-    for option, value in (("revision", None), ("num_layers", None), ("compile", False), ("quantization", None)):
+    for option, value in (("revision", None), ("num_layers", None), ("compile", "auto"), ("quantization", None)):
         changes.set(f"{key}.{option}", value)
     if model[name].attn_implementation not in (None, "eager", "sdpa"):
         changes.set(f"{key}.attn_implementation", None)

@@ -127,7 +127,9 @@ def plan(argv: Sequence[str]) -> None:
     setting = setting_of(run, options["gpus"])
     hardware = hardware_of(run, setting, options, given)
     memory = hardware.memory if hardware.memory < float("inf") else 0.0
-    setting = replace(setting, device="cuda" if hardware.kind == "GPU" else "cpu", memory=memory)
+    is_gpu = hardware.kind == "GPU"
+    tokens = (is_gpu and gradcache_options(run).get("gpu_mini_batch_tokens")) or setting.mini_batch_tokens
+    setting = replace(setting, device="cuda" if is_gpu else "cpu", memory=memory, mini_batch_tokens=tokens)
     backbones = [run.model.init_args.get(name) for name in module_class(run).backbones]
     is_quantised = any(backbone.get("quantization") for backbone in backbones if backbone is not None)
     print_to_stderr("counting the operations of a step")
@@ -210,12 +212,17 @@ def product_rate(dtype: torch.dtype) -> float:
         size *= 2
 
 
+def gradcache_options(run: Any) -> Any:
+    """The arguments of the run's GradCacheCallback; empty without one."""
+    caches = [each for each in run.trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
+    return caches[-1].init_args if caches else {}
+
+
 def setting_of(run: Any, gpus: int | None) -> Setting:
     """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
     ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
-    caches = [each for each in trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
-    options: Any = caches[-1].init_args if caches else {}
+    options = gradcache_options(run)
     kept = options.get("kept_gib")
     is_auto = kept == "auto" and options.get("kept_fraction") is None
     half = any(str(trainer.precision).startswith(kind) for kind in ("bf16", "16"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
@@ -76,11 +77,12 @@ class Trainer(L.Trainer):
         if options.get("enable_checkpointing") is False:
             standard = [callback for callback in standard if not isinstance(callback, ModelCheckpoint)]
         self.given_options: dict[str, Any] = {**base, **options}
+        used = {**self.given_options, "accelerator": known_accelerator(options.get("accelerator", AUTO))}
         # Each run leaves a record, except a trial of a few batches.
         record = [] if options.get("fast_dev_run") else [ScriptRecord()]
         chosen = [*standard, *added]
         with quiet_libraries():
-            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *record], **self.given_options)
+            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *record], **used)
         self.given_options["callbacks"] = chosen
         set_up_trainer(self, chosen)
         set_up_ranks(self)
@@ -137,6 +139,11 @@ class ScriptRecord(RunRecord):
 
     def __init__(self) -> None:
         super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv])
+
+
+def known_accelerator(accelerator: Any) -> Any:
+    """The accelerator; for `auto` the CPU if there is no CUDA GPU, since nothing here has run on other devices."""
+    return "cpu" if accelerator == AUTO and not torch.cuda.is_available() else accelerator
 
 
 def set_up_trainer(trainer: L.Trainer, callbacks: Sequence[L.Callback]) -> None:

@@ -428,7 +428,7 @@ class Encoder:
         self, tokens: TokenBatch, compute: Callable[[TokenBatch], Tensor], bar: "tqdm[Any]", extra_tokens: int
     ) -> npt.NDArray[np.float32]:
         plan = plan_mini_batches(tokens.lengths_N + extra_tokens, self.mini_batch_tokens)
-        on_device = tokens.to(self.device, non_blocking=True)
+        on_device = tokens.moved(self.device)
         vectors: list[Tensor] = []
         for rows_n in plan:
             vectors.append(compute(take_texts(on_device, rows_n)).float())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from safetensors.torch import load_file
 
 from embeddings.callbacks import GradCacheCallback
@@ -16,6 +16,16 @@ from tests.helpers.runs import component, fit, quiet_trainer, run_config, write_
 
 class Module(L.LightningModule):
     grad_cache = None
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 1024), ("cuda", 16384)])
+def test_mini_batches_may_be_larger_on_a_gpu(device, tokens):
+    trainer = SimpleNamespace(strategy=SingleDeviceStrategy(device=torch.device(device)), datamodule=None)
+    callback = GradCacheCallback(mini_batch_tokens=1024, gpu_mini_batch_tokens=16384)
+    callback.setup(trainer, Module(), "fit")
+    assert callback.engine.mini_batch_tokens == tokens
+    with pytest.raises(OptionError, match="gpu_mini_batch_tokens must be >= 1, got 0"):
+        GradCacheCallback(gpu_mini_batch_tokens=0)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,12 @@ def test_plan_warns_of_a_run_that_does_not_fit(tmp_path: Path, capsys: pytest.Ca
     assert "shard with FSDP2 or ZeRO" in warning
 
 
+def test_a_plan_for_a_gpu_has_the_mini_batches_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = component("GradCacheCallback", mini_batch_tokens=64, gpu_mini_batch_tokens=128)
+    table = planned(capsys, "--config", small(tmp_path, callbacks=[cache]), "--gpus=1")
+    assert table["GradCache"].startswith("4 mini-batches")
+
+
 def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = component("GradCacheCallback", mini_batch_tokens=64)
     config = ["--config", small(tmp_path, callbacks=[cache]), "--model.backbone.name", "nobody/nothing"]

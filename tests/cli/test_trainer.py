@@ -17,6 +17,7 @@ from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.parser import CONFIGS
+from embeddings.cli.trainer import known_accelerator
 from embeddings.common import TextSettings
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import LatentAttentionPooling
@@ -52,6 +53,12 @@ def trainer(folder: Path, steps: int, *callbacks: L.Callback, **options: Any) ->
     usual = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
     usual |= {"max_steps": steps, "log_every_n_steps": 1, "default_root_dir": str(folder / "runs")}
     return emb.Trainer([kept, *callbacks], **{**usual, **options})
+
+
+@pytest.mark.parametrize(("has_cuda", "expected"), [(False, ("cpu", "gpu", "cpu")), (True, ("auto", "gpu", "cpu"))])
+def test_auto_is_a_cuda_gpu_or_the_cpu(has_cuda: bool, expected: tuple[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert tuple(map(known_accelerator, ("auto", "gpu", "cpu"))) == expected
 
 
 def weights(module: L.LightningModule) -> dict[str, torch.Tensor]:
