@@ -7,6 +7,7 @@ it is measured.
     python -m benchmarks.gpu --check        what the machine supports, and what would be skipped
     python -m benchmarks.gpu --only G5,G10  some claims, with the others of their groups
     python -m benchmarks.gpu --tiny         on the CPU, with tiny sizes; writes no row
+    python -m benchmarks.gpu --profile DIR  a profile of one training step of each method, one file a method
 
 Each claim has a value with a target, the limit that the device sets (operations or bytes over the rate measured in
 the same process), and the ratio of its time to that of a peer.
@@ -25,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from benchmarks.harness import Action, Ratio, compare, record
 
 GIB = 2**30
 MINUTES = 10.0
+# Of a method's profile, with the start of its process and the compiler.
+PROFILE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -252,18 +256,28 @@ def run_group(name: str, chosen: argparse.Namespace) -> None:
     gpu_claims.GROUPS[name].run(Bench(chosen))
 
 
-def run_here_or_in_a_process(name: str, chosen: argparse.Namespace, seconds: float) -> bool:
+def profile_method(name: str, chosen: argparse.Namespace) -> None:
+    """Profile a training step of a method in this process."""
+    from benchmarks.gpu_profile import write_profile
+
+    torch.set_num_threads(chosen.threads)
+    write_profile(Bench(chosen), name, chosen.profile, chosen.compiled)
+
+
+def run_here_or_in_a_process(
+    name: str, chosen: argparse.Namespace, seconds: float, run: Callable[[str, argparse.Namespace], None] = run_group
+) -> bool:
     """Run a group in a separate process, or in this one if tiny; returns whether it succeeded in time."""
     start = time.monotonic()
     print(f"== {name}, at most {seconds:.0f} s", flush=True)
     if chosen.tiny:
         try:
-            run_group(name, chosen)
+            run(name, chosen)
         except Exception:
             traceback.print_exc()
             return False
         return True
-    child = multiprocessing.get_context("spawn").Process(target=run_group, args=(name, chosen))
+    child = multiprocessing.get_context("spawn").Process(target=run, args=(name, chosen))
     child.start()
     child.join(seconds)
     if child.is_alive():
@@ -281,6 +295,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="print what the machine supports, and exit")
     parser.add_argument("--tiny", action="store_true", help="run on the CPU with tiny sizes; writes no row")
     parser.add_argument("--only", default=",".join(CLAIMS), help="claims to measure, such as G1,G7")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="profile a step of each method into DIR, and exit")
+    parser.add_argument("--compiled", action="store_true", help="profile compiled layers")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the whole run")
     parser.add_argument("--pairs", type=int, default=5, help="interleaved pairs to time")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for all but one")
@@ -306,9 +322,17 @@ def main() -> int:
     if not chosen.tiny and not (found["GPU"] and found["bfloat16"]):
         print("error: needs a CUDA GPU with bfloat16; --tiny runs on a CPU", file=sys.stderr)
         return 2
+    end, failed = time.monotonic() + 60 * chosen.minutes, list[str]()
+    if chosen.profile is not None:
+        from benchmarks.gpu_profile import METHODS
+
+        for name in METHODS:
+            seconds = min(PROFILE_SECONDS, max(1.0, end - time.monotonic()))
+            if not run_here_or_in_a_process(name, chosen, seconds, profile_method):
+                failed.append(name)
+        return int(bool(failed))
     from benchmarks.gpu_claims import GROUPS
 
-    end, failed = time.monotonic() + 60 * chosen.minutes, []
     for name, group in GROUPS.items():
         if not set(group.claims) & set(chosen.only):
             continue

@@ -9,9 +9,12 @@ import pytest
 from benchmarks import gpu
 from benchmarks.gpu import CLAIMS, MINUTES, offers, report, run_group
 from benchmarks.gpu_claims import GROUPS
+from benchmarks.gpu_profile import METHODS as PROFILED
+from benchmarks.gpu_profile import kind_of
 from benchmarks.harness import RESULTS
 
 TINY = Namespace(tiny=True, threads=1, pairs=1)
+METHODS = list(PROFILED)
 QUICK = ("loss", "search", "kmeans", "checkpoint")
 
 
@@ -36,6 +39,38 @@ def test_a_group_runs_at_a_tiny_size_and_writes_no_row(name, capsys):
         assert f"{key} limit of it: {CLAIMS[key].limit}, " in printed
         # For these claims the value itself is a comparison with the peer.
         assert CLAIMS[key].peer in printed or key in ("G2", "G7", "G13")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["encoder", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[1:])])
+def test_a_step_of_each_method_is_profiled_into_a_file(name, tmp_path):
+    gpu.profile_method(name, Namespace(**vars(TINY), profile=tmp_path, compiled=False))
+    lines = (tmp_path / f"{name}.txt").read_text().splitlines()
+    assert lines[0].startswith(f"{name}: one training step on a CPU")
+    assert len(re.findall(r"\d\.\d{3}", lines[1])) == 3
+    kinds = dict(re.findall(r"^([a-z, ]+?) +(\d+\.\d+) +[\d.]+% +\d+$", "\n".join(lines), re.MULTILINE))
+    assert {"matrix products", "attention", "optimiser"} <= kinds.keys()
+    # A name that no kind matches is rare.
+    assert float(kinds.get("other", 0)) < 0.2 * sum(map(float, kinds.values()))
+    assert any(line.startswith("aten::_local_scalar_dense") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>", "attention"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>", "norms"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "sums"),
+        ("triton_poi_fused_add_native_layer_norm_3", "fused by the compiler"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimiser"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies and casts"),
+    ],
+)
+def test_kernels_are_sorted_into_kinds(kernel, kind):
+    assert kind_of(kernel) == kind
 
 
 def run(monkeypatch, *arguments):
