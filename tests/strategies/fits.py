@@ -153,8 +153,9 @@ def relative_error(actual: State, expected: State, start: State) -> float:
 
 
 def be_launched(rank: int) -> None:
-    """Make Lightning treat this process as one of two ranks of an external launcher."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    """Make Lightning treat this process as one rank of an external launcher."""
+    ranks = {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ.update(ranks | {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     port = [_free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)
