@@ -12,14 +12,24 @@ from safetensors.torch import load_file
 from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel
 from embeddings.losses import InfoNCE
 from embeddings.models import check_bidirectional, make_bidirectional
+from embeddings.models.bidirectional import layers
+from embeddings.models.compilation import compile_layers
 from embeddings.training.gradcache import GradCache
 from tests.compression.models import build
 from tests.compression.test_layerwise import Pruned, some_tokens
-from tests.helpers.contrastive import TinyStep, gradient_vector, random_batch, relative_error
+from tests.helpers.contrastive import (
+    TinyStep,
+    batch_of,
+    gradient_vector,
+    random_batch,
+    random_records,
+    relative_error,
+)
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 from tests.helpers.waits import declared
 from tests.models.test_unpadded import BACKBONES, embedder_of, texts
 from tests.strategies.fits import batches, methods, write_models
+from tests.training.test_unpadded import EmbedderStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -113,3 +123,36 @@ def test_texts_without_padding_have_nearly_the_vectors_and_gradients_of_padded_o
         results.append((vectors.detach().flatten(), gradient_vector(embedder)))
     for padded, unpadded in zip(*results, strict=True):
         assert torch.nn.functional.cosine_similarity(padded, unpadded, dim=0) > 0.99
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["bert", "mistral, both ways", "nomic"])
+def test_compiled_layers_have_nearly_the_gradient_of_plain_ones_and_few_graphs(name):
+    """Texts without padding under GradCache in bfloat16, by inductor and Triton."""
+    steps = [EmbedderStep(embedder_of(BACKBONES[name]()).train()).cuda() for _ in range(2)]
+    steps[1].load_state_dict(steps[0].state_dict())
+    for step in steps:
+        step.embedder.unpad("auto")
+    compile_layers(steps[1].embedder.backbone)
+    torch._dynamo.utils.counters.clear()
+    engine, found = GradCache(mini_batch_tokens=60, kept_fraction=0.5), []
+    for num_queries, seed in ((5, 0), (9, 1), (4, 2)):
+        batch = batch_of(random_records(num_queries, 2, seed, vocabulary=60)).to("cuda")
+        for step in steps:
+            step.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                engine.step(step, batch)
+        found.append(relative_error(*(gradient_vector(step).cpu() for step in steps)))
+    assert max(found) < 5e-2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch.compiler.reset()
+
+
+def test_the_states_of_a_backbone_stay_in_bfloat16_under_autocast():
+    embedder, tokens = embedder_of(tiny_bert()).cuda(), texts().to("cuda")
+    dtypes = []
+    for layer in layers(embedder.backbone):
+        layer.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
+    with torch.autocast("cuda", torch.bfloat16):
+        embedder(tokens)
+    assert dtypes == [torch.bfloat16] * 2
