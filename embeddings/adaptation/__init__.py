@@ -3,10 +3,10 @@
 from embeddings.adaptation.corpus import PassageReport, write_passages
 from embeddings.adaptation.model_queries import QueryModel
 from embeddings.adaptation.passages import Splitter, TokenCounter
-from embeddings.adaptation.path import best_share, interpolate_models, path_scores
 from embeddings.adaptation.queries import QueriesReport, QuerySettings, make_queries
+from embeddings.adaptation.rankings import RetrievalSet, path_scores
 from embeddings.adaptation.verdict import Recommendation, Verdict, compare, format_verdict, rank_queries, recommend
-from embeddings.adaptation.whitening import Whitening, write_whitened
+from embeddings.adaptation.weights import WeightPath, Whitening, best_share, interpolate_models, write_whitened
 
 __all__ = [
     "PassageReport",
@@ -14,9 +14,11 @@ __all__ = [
     "QueryModel",
     "QuerySettings",
     "Recommendation",
+    "RetrievalSet",
     "Splitter",
     "TokenCounter",
     "Verdict",
+    "WeightPath",
     "Whitening",
     "best_share",
     "compare",

@@ -4,13 +4,15 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import regex
 
+from embeddings.adaptation.documents import CODE_SUFFIXES
+from embeddings.adaptation.markup import word_set
 from embeddings.adaptation.sentences import (
     is_question,
     letter_share,
@@ -170,14 +172,7 @@ def proposals(passage: Passage, is_common: Any, is_section_start: bool) -> Itera
                 yield candidate("sentence", query, without(passage.text, start, stop))
 
 
-# fmt: off
-_CODE_SUFFIXES = frozenset((
-    "py", "pyi", "rs", "go", "c", "h", "cc", "cpp", "hpp", "cs", "java", "kt", "scala", "swift", "js", "mjs", "jsx",
-    "ts", "tsx", "rb", "php", "pl", "lua", "r", "jl", "hs", "ml", "ex", "exs", "erl", "clj", "sh", "bash", "sql", "m",
-    "mm", "dart", "zig", "f90", "cu", "proto", "vue", "ps1", "groovy", "nim", "v", "vhd",
-))
-_PROSE_SUFFIXES = frozenset(("md", "markdown", "txt", "rst", "html", "htm", "pdf", "docx", "epub", "tex", "org"))
-# fmt: on
+_PROSE_SUFFIXES = word_set(".md .markdown .txt .rst .html .htm .pdf .docx .epub .tex .org")
 _SYMBOLS = "{}()[];=<>_/*&|#@+\\"
 _CODE_LINE = regex.compile(r"^[ \t]*(?:///?|/\*|\*/)|[;{}]$|\)[:,]?$|\*/$", regex.MULTILINE)
 # A documentation comment, or a definition of Python.
@@ -186,9 +181,9 @@ _CODE_MARK = regex.compile(r"^[ \t]*(?:/\*\*|\*[ \t]+@\w|(?:async )?(?:def|class
 
 def is_code(passage: Passage) -> bool:
     """Whether a passage is source code, by the ending of its file or else by its characters."""
-    suffix = passage.file.rpartition(".")[2].lower()
-    if suffix in _CODE_SUFFIXES or suffix in _PROSE_SUFFIXES:
-        return suffix in _CODE_SUFFIXES
+    suffix = PurePosixPath(passage.file.lower()).suffix
+    if suffix in CODE_SUFFIXES or suffix in _PROSE_SUFFIXES:
+        return suffix in CODE_SUFFIXES
     text = passage.text
     if sum(map(text.count, _SYMBOLS)) > 0.08 * sum(map(len, text.split())) or _CODE_MARK.search(text):
         return True

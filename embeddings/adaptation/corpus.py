@@ -6,7 +6,6 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -103,7 +102,7 @@ def write_passages(
     """Write the passages of a folder of documents, or of one file, as JSON lines.
 
     A line has `_id`, `title`, `text`, `file`, `position` (in the document's text), `document` (the file, or a row's
-    id), and `links` to other files as `[[text, file], ...]` if there are any. What is left out is listed in
+    id), and `links` to other files as `[[text, file#heading], ...]` if there are any. What is left out is listed in
     `NAME.log.jsonl`. The same documents give the same bytes. The file appears when it is complete.
 
     Args:
@@ -127,34 +126,33 @@ def write_passages(
     require_own_passages(output)
     own = (output, log_path(output), manifest_path(output))
     files, skipped = find_files(documents, own)
-    with discard_on_user_error(output), scratch_folder(output) as folder, ExitStack() as stack:
-        log = _Log(stack.enter_context(open(folder / "log", "w", encoding="utf-8")))
-        for left_out in skipped:
-            log.add(left_out)
-        work = _Work(folder, PassageReport(output, log_path(output), len(files)), log)
+    with (
+        discard_on_user_error(output),
+        scratch_folder(output) as folder,
+        open(folder / "log", "w", encoding="utf-8") as log,
+    ):
+        report = PassageReport(output, log_path(output), len(files))
+        work = _Work(folder, report, log)
+        for each in skipped:
+            work.leave_out(each)
         work.read(files, names)
-        if not work.report.num_documents:
-            raise _no_text(documents, log.report_to(work.report))
-        work.split(splitter, near_duplicates)
+        if report.num_documents:
+            work.split(splitter, near_duplicates)
         if not work.token_counts:
-            raise _no_text(documents, log.report_to(work.report))
+            raise _no_text(documents, report)
         is_copy_N = work.copies()
         with atomic_path(output) as temporary:
             work.write(temporary, is_copy_N, {file.name for file in files})
-            log.report_to(work.report)
-            fields = {
-                "documents": str(documents),
-                "max_tokens": splitter.max_tokens,
-                "near_duplicates": near_duplicates,
-            }
-            counts = {"num_documents": work.report.num_documents, "num_passages": work.report.num_passages}
-            counts |= {"num_repeated": work.report.num_repeated, "num_copies": work.report.num_copies}
-            facts = {"left_out": work.report.left_out, "output_sha256": file_sha256(temporary)}
-            log.file.flush()
-            with atomic_path(work.report.log) as listing:
+            fields: dict[str, Any] = {"documents": str(documents), "max_tokens": splitter.max_tokens}
+            fields |= {"near_duplicates": near_duplicates, "left_out": report.left_out}
+            counts = ("num_documents", "num_passages", "num_repeated", "num_copies")
+            fields |= {name: getattr(report, name) for name in counts}
+            log.flush()
+            with atomic_path(report.log) as listing:
                 listing.write_bytes((folder / "log").read_bytes())
-            write_file_manifest(manifest_path(output), {**KIND, **fields, **counts, **facts})
-    return work.report
+            fields["output_sha256"] = file_sha256(temporary)
+            write_file_manifest(manifest_path(output), {**KIND, **fields})
+    return report
 
 
 def require_own_passages(output: Path) -> None:
@@ -178,41 +176,15 @@ def _no_text(documents: Path, report: PassageReport) -> InputError:
         return InputError(str(documents), "is an empty folder", "give a folder of documents, or a file")
     hint = "give documents such as Markdown, HTML, text, code, JSON lines or CSV"
     if report.num_examples == 1:
-        (example,) = report.examples
-        causes = f"{example.file}: {example.cause}{f' ({example.detail})' if example.detail else ''}"
+        causes = str(report.examples[0])
     return InputError(str(documents), f"contains no text that can be read ({causes or 'only repeated text'})", hint)
-
-
-class _Log:
-    """The list of what was left out, and its counts."""
-
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
-        self._counts = Counter[str]()
-        self._examples: list[LeftOut] = []
-        self._num_examples = 0
-
-    def add(self, left_out: LeftOut) -> None:
-        self.line(**{name: value for name, value in left_out._asdict().items() if value})
-        self._counts[left_out.cause] += 1
-        if not left_out.cause.startswith(_USUAL):
-            self._num_examples += 1
-            if len(self._examples) < _NUM_EXAMPLES:
-                self._examples.append(left_out)
-
-    def line(self, **fields: Any) -> None:
-        self.file.write(json.dumps(fields, ensure_ascii=False) + "\n")
-
-    def report_to(self, report: PassageReport) -> PassageReport:
-        report.left_out, report.examples, report.num_examples = self._counts, self._examples, self._num_examples
-        return report
 
 
 class _Work:
     """The steps from files to passages, with what is between them in a temporary folder."""
 
-    def __init__(self, folder: Path, report: PassageReport, log: _Log) -> None:
-        self.report, self._log = report, log
+    def __init__(self, folder: Path, report: PassageReport, log: TextIO) -> None:
+        self._report, self._log = report, log
         self._documents, self._passages = folder / "documents", folder / "passages"
         # The hash of each paragraph of each document, and the letters and words of a sample of the texts.
         self._hashes = array("q")
@@ -220,6 +192,18 @@ class _Work:
         self._offsets, self.token_counts = array("q"), array("i")
         self._rule: NearDuplicates | None = None
         self._signatures: list[Any] = []
+
+    def leave_out(self, left_out: LeftOut) -> None:
+        """List and count what gives no text."""
+        self._line(**{name: value for name, value in left_out._asdict().items() if value})
+        self._report.left_out[left_out.cause] += 1
+        if not left_out.cause.startswith(_USUAL):
+            self._report.num_examples += 1
+            if len(self._report.examples) < _NUM_EXAMPLES:
+                self._report.examples.append(left_out)
+
+    def _line(self, **fields: Any) -> None:
+        self._log.write(json.dumps(fields, ensure_ascii=False) + "\n")
 
     def read(self, files: Sequence[FoundFile], columns: Mapping[str, str]) -> None:
         """Convert all files, and count their paragraphs."""
@@ -232,7 +216,7 @@ class _Work:
                 with bar.item(file.num_bytes):
                     for read in read_file(file, columns):
                         if isinstance(read, LeftOut):
-                            self._log.add(read)
+                            self.leave_out(read)
                             continue
                         document = read.document
                         self._hashes.extend(set(_hashes(document)))
@@ -241,7 +225,7 @@ class _Work:
                         self._num_letters += sum(map(len, words))
                         self._num_words += len(words)
                         stored.write(json.dumps([read.file, read.name, *document]) + "\n")
-                        self.report.num_documents += 1
+                        self._report.num_documents += 1
 
     def split(self, splitter: Splitter, near_duplicates: float | None) -> None:
         """Cut the documents into passages, without the paragraphs that many documents repeat."""
@@ -249,7 +233,7 @@ class _Work:
             is_long = self._num_letters > _LONGEST_MEAN_WORD * self._num_words
             self._rule = NearDuplicates(near_duplicates, shingle="character" if is_long else "word")
         hash_U, count_U = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
-        limit = max(_LEAST_REPEATED, min(_MOST_REPEATED, _REPEATED_SHARE * self.report.num_documents))
+        limit = max(_LEAST_REPEATED, min(_MOST_REPEATED, _REPEATED_SHARE * self._report.num_documents))
         repeated = dict(zip(hash_U[count_U >= limit].tolist(), count_U[count_U >= limit].tolist(), strict=True))
         # The first document retains a repeated paragraph.
         seen: dict[int, str] = {}
@@ -271,9 +255,9 @@ class _Work:
                     self._signatures += map(self._rule.signatures, blocks)
                 bar.update(sum(len(document.text) for document in documents))
         for key, text in seen.items():
-            self._log.line(cause="repeated paragraph", documents=repeated[key], text=text)
+            self._line(cause="repeated paragraph", documents=repeated[key], text=text)
         frequent = sorted(seen, key=lambda key: -repeated[key])[:_NUM_REPEATED_EXAMPLES]
-        self.report.repeated = [(seen[key], repeated[key]) for key in frequent]
+        self._report.repeated = [(seen[key], repeated[key]) for key in frequent]
 
     def _batches(self) -> Iterator[list[tuple[str, str, Document]]]:
         batch: list[tuple[str, str, Document]] = []
@@ -301,7 +285,7 @@ class _Work:
         for block in document.blocks:
             key = None if block.kind == "heading" else next(keys)
             if key in repeated and key in seen and key not in own:
-                self.report.num_repeated += 1
+                self._report.num_repeated += 1
                 continue
             if key is not None and key in repeated:
                 seen[key] = shorten(document.text[block.start : block.end], 200)
@@ -330,23 +314,19 @@ class _Work:
             for line, is_copy in zip(stored, is_copy_N.tolist(), strict=True):
                 file, name, passage = _passage(line)
                 if is_copy:
-                    self._log.line(
-                        file=file, cause="near copy", position=passage.position, text=shorten(passage.text, 80)
-                    )
+                    beginning = shorten(passage.text, 80)
+                    self._line(file=file, cause="near copy", position=passage.position, text=beginning)
                     continue
-                record: dict[str, Any] = {
-                    "_id": f"p{self.report.num_passages:06d}",
-                    "title": passage.title,
-                    "text": passage.text,
-                }
+                record: dict[str, Any] = {"_id": f"p{self._report.num_passages:06d}", "title": passage.title}
+                record["text"] = passage.text
                 record |= {"file": file, "position": passage.position, "document": name}
-                targets = [[text, target] for text, target in _targets(passage.links, file) if target in files]
+                targets = _targets(passage.links, file, files)
                 record |= {"links": targets} if targets else {}
                 output.write(json.dumps(record, ensure_ascii=False) + "\n")
-                self.report.num_passages += 1
-        self.report.num_copies = int(is_copy_N.sum())
+                self._report.num_passages += 1
+        self._report.num_copies = int(is_copy_N.sum())
         count_N = np.frombuffer(self.token_counts, np.int32)[~is_copy_N]
-        self.report.tokens = (int(count_N.min()), int(np.median(count_N)), int(count_N.max()))
+        self._report.tokens = (int(count_N.min()), int(np.median(count_N)), int(count_N.max()))
 
 
 def _hashes(document: Document) -> list[int]:
@@ -370,11 +350,15 @@ def _links(pairs: Sequence[Sequence[str]]) -> tuple[Link, ...]:
     return tuple((text, target) for text, target in pairs)
 
 
-def _targets(links: Sequence[Link], file: str) -> Iterator[Link]:
-    """Links with their targets as paths in the folder; those of the same file and of the web are left out."""
+def _targets(links: Sequence[Link], file: str, files: set[str]) -> list[list[str]]:
+    """The texts of links to other files of the folder, and their targets as `path#heading`."""
+    targets = []
     for text, target in links:
-        path = unquote(target.partition("#")[0].partition("?")[0])
+        place, mark, heading = target.partition("#")
+        path = unquote(place.partition("?")[0])
         if text and path and not re.match(r"[\w+.-]+:|//", path):
-            place = path.lstrip("/") if path.startswith("/") else posixpath.join(posixpath.dirname(file), path)
-            if posixpath.normpath(place) != file:
-                yield text, posixpath.normpath(place)
+            path = path.lstrip("/") if path.startswith("/") else posixpath.join(posixpath.dirname(file), path)
+            path = posixpath.normpath(path)
+            if path != file and path in files:
+                targets.append([text, f"{path}{mark}{unquote(heading)}" if heading else path])
+    return targets

@@ -24,13 +24,14 @@ from embeddings.adaptation.markup import (
     Builder,
     Document,
     add_html,
+    read_code,
     read_html,
     read_markdown,
+    read_python,
     read_rst,
     read_text,
     word_set,
 )
-from embeddings.adaptation.source_code import read_code, read_python
 from embeddings.common.errors import InputError, MissingExtraError, OptionError, require
 from embeddings.common.text import one_line
 from embeddings.data.readers import blocks_of, open_reader
@@ -39,10 +40,10 @@ EXTRA = "documents"
 MAX_FILE_BYTES = 32 * 2**20
 COLUMNS = ("_id", "title", "text")
 # fmt: off
-_CODE = word_set(
+CODE_SUFFIXES = word_set(
     ".bash .bat .c .cc .cfg .clj .cmake .cpp .cs .cu .cuh .cxx .dart .el .erl .ex .exs .f90 .go .gradle .groovy .h .hpp"
     " .hs .ini .java .jl .js .jsx .kt .kts .lisp .lua .m .mjs .ml .mm .nim .php .pl .pm .proto .ps1 .r .rb .rs .scala"
-    " .scss .sh .sol .sql .swift .tcl .tf .toml .ts .tsx .v .vb .vhd .vue .yaml .yml .zig .zsh"
+    " .scss .sh .sol .sql .swift .tcl .tf .toml .ts .tsx .v .vb .vhd .vue .yaml .yml .zig .zsh .py .pyi"
 )
 # Data, generated files and styles: text, but nothing to search for.
 _UNREAD = word_set(
@@ -72,7 +73,6 @@ _LONGEST_MEAN_LINE = 300
 # Control characters that no text contains.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 
-
 _NOWHERE = logging.NullHandler()
 
 
@@ -82,6 +82,9 @@ class LeftOut(NamedTuple):
     file: str
     cause: str
     detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.cause}{f' ({self.detail})' if self.detail else ''}"
 
 
 class Read(NamedTuple):
@@ -197,7 +200,7 @@ def _read_document(file: FoundFile, suffix: str) -> Document:
         return read_python(text, file.name)
     if suffix == ".ipynb":
         return _read_notebook(text)
-    if suffix not in _CODE:
+    if suffix not in CODE_SUFFIXES:
         return read_markdown(text) if _is_markdown(text) else read_text(text)
     if len(text) > _LONGEST_MEAN_LINE * (text.count("\n") + 1):
         raise _Unreadable("minified or generated code")

@@ -1,15 +1,17 @@
-"""Documents as plain text in blocks under a trail of headings: Markdown, HTML, reStructuredText, plain text."""
+"""Documents as plain text in blocks under a trail of headings: Markdown, HTML, reStructuredText, text, source code."""
 
+import ast
+import posixpath
 import re
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from html.parser import HTMLParser
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
+from lxml import etree
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 # `prose` is cut at sentences, `lines` (code, lists, tables) at line ends; a `heading` is only a title.
 Kind = Literal["prose", "lines", "heading"]
@@ -90,11 +92,6 @@ def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
         start = len(text) if gap is None else gap.end()
 
 
-@cache
-def _markdown_parser() -> MarkdownIt:
-    return MarkdownIt("commonmark").enable("table")
-
-
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 
 
@@ -110,118 +107,48 @@ def read_markdown(text: str) -> Document:
             fields = None
         title = str(fields.get("title") or "") if isinstance(fields, dict) else ""
     builder = Builder(" ".join(title.split()))
-    converter = _Markdown(builder)
-    for token in _markdown_parser().parse(text):
-        converter.take(token)
+    _Page(builder).add(_tree(_markdown_parser().render(text)))
     return builder.document()
 
 
-class _Markdown:
-    """Adds the blocks of markdown-it's tokens; a list or table, with all it contains, is one block of lines."""
-
-    def __init__(self, builder: Builder) -> None:
-        self._builder = builder
-        # The next marker of each open list.
-        self._lists: list[str] = []
-        self._lines: list[str] = []
-        self._links: list[Link] = []
-        self._cells: list[str] | None = None
-        self._level, self._marker = 0, ""
-
-    def take(self, token: Token) -> None:
-        kind = token.type
-        if kind == "heading_open":
-            self._level = int(token.tag[1:])
-        elif kind == "heading_close":
-            self._level = 0
-        elif kind == "inline":
-            self._inline(token)
-        elif kind in ("fence", "code_block"):
-            self._add("lines", token.content)
-        elif kind == "html_block":
-            self._add_html(token.content)
-        elif kind in ("bullet_list_open", "ordered_list_open"):
-            self._lists.append("- " if kind[0] == "b" else f"{token.attrs.get('start', 1)}. ")
-        elif kind == "list_item_open":
-            self._marker = self._lists[-1]
-            if self._marker != "- ":
-                self._lists[-1] = f"{int(self._marker[:-2]) + 1}. "
-        elif kind in ("bullet_list_close", "ordered_list_close"):
-            self._lists.pop()
-            self._end_lines()
-        elif kind == "tr_open":
-            self._cells = []
-        elif kind == "tr_close":
-            self._lines.append(" | ".join(self._cells or ()))
-            self._cells = None
-        elif kind == "table_close":
-            self._end_lines()
-
-    def _inline(self, token: Token) -> None:
-        links: list[Link] = []
-        text = _plain_inline(token.children or (), links)
-        if self._cells is not None:
-            self._cells.append(text)
-            self._links += links
-        elif self._level and not self._lists:
-            self._builder.heading(self._level, text)
-        else:
-            self._add("prose", text, links)
-
-    def _add(self, kind: Kind, text: str, links: Sequence[Link] = ()) -> None:
-        if not self._lists:
-            self._builder.add(kind, text, links)
-        elif text.strip():
-            indent = "  " * (len(self._lists) - 1)
-            marked = f"{self._marker}{text.strip()}" if self._marker else textwrap.indent(text.rstrip(), "  ")
-            self._lines.append(textwrap.indent(marked, indent))
-            self._links += links
-            self._marker = ""
-
-    def _add_html(self, html: str) -> None:
-        if not self._lists:
-            add_html(html, self._builder)
-            return
-        document = read_html(html)
-        for block in document.blocks:
-            self._add("prose", document.text[block.start : block.end], block.links)
-
-    def _end_lines(self) -> None:
-        if not self._lists:
-            self._builder.add("lines", "\n".join(self._lines), self._links)
-            self._lines, self._links = [], []
+@cache
+def _markdown_parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark").enable("table")
+    # HTML in Markdown is closed at its end, so that it does not change what follows.
+    parser.add_render_rule("html_block", lambda _, tokens, row, *__: _closed(tokens[row].content))
+    parser.add_render_rule("html_inline", lambda _, tokens, row, *__: _break(tokens[row].content))
+    return parser
 
 
-def _plain_inline(tokens: Iterable[Token], links: list[Link]) -> str:
-    """The text of inline tokens; their links are added to `links`."""
-    parts: list[str] = []
-    first, target = 0, ""
-    for token in tokens:
-        if token.type == "link_open":
-            first, target = len(parts), str(token.attrs.get("href", ""))
-        elif token.type == "link_close":
-            links.append(("".join(parts[first:]).strip(), target))
-        elif token.type == "image":
-            parts.append(_plain_inline(token.children or (), []))
-        elif token.type == "softbreak":
-            parts.append(" ")
-        elif token.type == "hardbreak":
-            parts.append("\n")
-        elif token.type != "html_inline":
-            parts.append(token.content)
-    return "".join(parts)
+def _break(tag: str) -> str:
+    return "<br>" if tag.startswith("<br") else ""
+
+
+def _closed(html: str) -> str:
+    return "".join(etree.tostring(child, encoding="unicode", method="html") for child in _tree(html).iterfind("body/*"))
+
+
+def _tree(html: str) -> Any:
+    """The tree of a page without comments; it has the missing end tags."""
+    parser = etree.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True, huge_tree=True)
+    # The paragraph makes a tree of an empty page.
+    tree = etree.fromstring(f"<p></p>{html}".encode("utf-8", "replace"), parser)
+    # The parser leaves out the rest of a page that is nested more than some thousand times.
+    if fatal := parser.error_log.filter_from_fatals():
+        raise ValueError(fatal[0].message)
+    return tree
 
 
 _SKIPPED_TAGS = word_set(
-    "script style noscript template svg math nav footer aside button select textarea iframe object"
+    "script style noscript template svg math nav footer aside button select textarea iframe object title"
 )
 _SKIPPED_ROLES = frozenset(("navigation", "search", "banner", "contentinfo", "complementary", "menu"))
 _BLOCK_TAGS = word_set(
     "p div section article main header body html address blockquote figure figcaption fieldset details summary dl dt dd"
-    " hr li ul ol table thead tbody tfoot tr td th caption pre h1 h2 h3 h4 h5 h6 title"
+    " hr li ul ol table thead tbody tfoot tr td th caption pre h1 h2 h3 h4 h5 h6 nav footer aside"
 )
-_VOID_TAGS = word_set("area base br col embed hr img input link meta source track wbr")
 _HEADING = re.compile(r"h[1-6]$")
+_MAIN = "//*[self::main or @role='main'][not(ancestor::main) and not(ancestor::*[@role='main'])]"
 # The texts of links from a heading to itself.
 _PERMALINKS = ("", "#", "¶", "§", "🔗")
 
@@ -229,7 +156,7 @@ _PERMALINKS = ("", "#", "¶", "§", "🔗")
 def read_html(html: str) -> Document:
     """A page's text without menus, scripts and forms: of `<main>` alone, if it has one.
 
-    `<title>` is the first heading of a page without `<h1>`.
+    `<title>` is the first heading if that part has no `<h1>`.
     """
     builder = Builder()
     add_html(html, builder)
@@ -238,71 +165,83 @@ def read_html(html: str) -> Document:
 
 def add_html(html: str, builder: Builder) -> None:
     """Add the blocks of a page."""
-    page = _Page(builder, html)
-    page.feed(html)
-    page.close()
-    page.end()
+    page, tree = _Page(builder), _tree(html)
+    parts = tree.xpath(_MAIN) or [tree]
+    if not any(part.xpath(".//h1") for part in parts):
+        builder.heading(1, "".join(tree.xpath("//title[not(ancestor::svg)]//text()")))
+    for part in parts:
+        page.add(part)
 
 
-class _Page(HTMLParser):
-    """Adds the blocks of a page; a list or table is one block of lines. End tags may be missing."""
+class _Page:
+    """Adds the blocks of a page; a list or table, with all it contains, is one block of lines."""
 
-    def __init__(self, builder: Builder, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        start = html.lower()
+    def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._needs_title = "<h1" not in start
-        self._waits_for_main = "<main" in start or bool(re.search(r"role=[\"']?main\b", start))
-        # The tag of the main part and the tag that is skipped, each with the number of it that are open.
-        self._main, self._main_depth = "", 0
-        self._skipped, self._skipped_depth = "", 0
+        self._block = ""
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._link: tuple[int, str] | None = None
-        self._block = ""
+        # For each open list or table the next number, if it has numbers.
+        self._lists: list[int | None] = []
+        self._marker = ""
         self._lines: list[str] = []
         self._line_links: list[Link] = []
         self._cells: list[str] = []
-        self._nesting, self._marker = 0, ""
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if self._skipped:
-            self._skipped_depth += tag == self._skipped
-            return
-        values = {name: value or "" for name, value in attrs}
-        if self._waits_for_main and (tag == "main" or values.get("role") == "main"):
-            self._waits_for_main, self._main, self._main_depth = False, tag, 1
-        elif tag == self._main:
-            self._main_depth += 1
-        if tag == "title":
-            self._flush(tag)
-        elif self._is_skipped(tag, values) and tag not in _VOID_TAGS:
-            self._flush("")
-            self._skipped, self._skipped_depth = tag, 1
-        elif tag == "br":
+    def add(self, part: Any) -> None:
+        """Add a part of a page."""
+        walk = etree.iterwalk(part, ("start", "end"))
+        for event, node in walk:
+            is_skipped = self._is_skipped(node)
+            if event == "end":
+                if not is_skipped:
+                    self._end(node.tag)
+                self._add_text("" if node is part else node.tail)
+            elif is_skipped:
+                if node.tag in _BLOCK_TAGS:
+                    self._flush("")
+                walk.skip_subtree()
+            else:
+                self._start(node)
+                self._add_text(node.text)
+        self._flush("")
+        self._end_lines()
+
+    @staticmethod
+    def _is_skipped(node: Any) -> bool:
+        is_hidden = node.get("hidden") is not None or node.get("aria-hidden") == "true"
+        return node.tag in _SKIPPED_TAGS or node.get("role") in _SKIPPED_ROLES or is_hidden
+
+    def _add_text(self, text: str | None) -> None:
+        if text:
+            self._parts.append(text if self._block == "pre" else re.sub(r"\s+", " ", text))
+
+    def _start(self, node: Any) -> None:
+        tag = node.tag
+        if tag == "br":
             self._parts.append("\n")
         elif tag == "img":
-            self._parts.append(values.get("alt", ""))
+            self._parts.append(node.get("alt", ""))
         elif tag == "a":
-            self._link = (len(self._parts), values.get("href", ""))
+            self._link = (len(self._parts), node.get("href", ""))
         elif tag in _BLOCK_TAGS:
-            self._begin(tag)
+            self._flush(tag)
+            if _HEADING.match(tag):
+                self._end_lines()
+            elif tag in ("ul", "ol", "table"):
+                first = node.get("start", "")
+                number = int(first) if first.isdecimal() else 1
+                self._lists.append(number if tag == "ol" else None)
+            elif tag == "li" and self._lists:
+                next_number = self._lists[-1]
+                self._marker = "- " if next_number is None else f"{next_number}. "
+                if next_number is not None:
+                    self._lists[-1] = next_number + 1
+            elif tag == "tr":
+                self._end_row()
 
-    def _is_skipped(self, tag: str, values: dict[str, str]) -> bool:
-        is_hidden = "hidden" in values or values.get("aria-hidden") == "true"
-        return tag in _SKIPPED_TAGS or values.get("role") in _SKIPPED_ROLES or is_hidden
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._skipped:
-            self._skipped_depth -= tag == self._skipped
-            if not self._skipped_depth:
-                self._skipped = ""
-            return
-        if tag == self._main:
-            self._main_depth -= 1
-            if not self._main_depth:
-                self.end()
-                self._main, self._waits_for_main = "", True
+    def _end(self, tag: str) -> None:
         if tag == "a" and self._link is not None:
             first, target = self._link
             text = " ".join("".join(self._parts[first:]).split())
@@ -312,53 +251,36 @@ class _Page(HTMLParser):
             else:
                 self._links.append((text, target))
         elif tag in _BLOCK_TAGS:
+            if tag in ("td", "th") and self._block == tag and not "".join(self._parts).strip():
+                self._cells.append("")
             self._flush("")
             if tag == "tr":
                 self._end_row()
-            elif tag in ("ul", "ol", "table"):
-                self._nesting = max(0, self._nesting - 1)
-                if not self._nesting:
+            elif tag in ("ul", "ol", "table") and self._lists:
+                self._lists.pop()
+                if not self._lists:
                     self._end_lines()
-
-    def handle_data(self, data: str) -> None:
-        if self._skipped or (self._waits_for_main and self._block != "title"):
-            return
-        self._parts.append(data if self._block == "pre" else re.sub(r"\s+", " ", data))
-
-    def _begin(self, tag: str) -> None:
-        self._flush(tag)
-        if _HEADING.match(tag):
-            self._end_lines()
-        elif tag in ("ul", "ol", "table"):
-            self._nesting += 1
-        elif tag == "li":
-            self._marker = "- "
-        elif tag == "tr":
-            self._end_row()
 
     def _flush(self, next_block: str) -> None:
         """End the block of text that is open."""
-        block, text = self._block, "".join(self._parts)
-        links = self._links
+        block, text, links = self._block, "".join(self._parts), self._links
         self._block, self._parts, self._links, self._link = next_block, [], [], None
         if block != "pre":
             text = "\n".join(" ".join(line.split()) for line in text.split("\n")).strip()
         if not text.strip():
             return
-        if block == "title":
-            if self._needs_title:
-                self._builder.heading(1, text)
-        elif _HEADING.match(block):
+        if _HEADING.match(block):
             self._builder.heading(int(block[1]), text)
-        elif block in ("td", "th") and self._nesting:
-            self._cells.append(" ".join(text.split()))
-        elif self._nesting:
-            self._lines.append("  " * (self._nesting - 1) + (self._marker or "  ") + text)
-            self._marker = ""
-        else:
+        elif not self._lists:
             self._builder.add("lines" if block == "pre" else "prose", text, links)
-            links = []
-        self._line_links += links
+        else:
+            self._line_links += links
+            if block in ("td", "th"):
+                self._cells.append(" ".join(text.split()))
+                return
+            marked = f"{self._marker}{text.strip()}" if self._marker else textwrap.indent(text.rstrip(), "  ")
+            self._lines.append(textwrap.indent(marked, "  " * (len(self._lists) - 1)))
+            self._marker = ""
 
     def _end_row(self) -> None:
         if self._cells:
@@ -368,12 +290,7 @@ class _Page(HTMLParser):
     def _end_lines(self) -> None:
         self._end_row()
         self._builder.add("lines", "\n".join(self._lines), self._line_links)
-        self._nesting, self._lines, self._line_links = 0, [], []
-
-    def end(self) -> None:
-        """Add what is still open."""
-        self._flush("")
-        self._end_lines()
+        self._lists, self._lines, self._line_links = [], [], []
 
 
 _ADORNMENT = re.compile(r"([=\-`:'\"~^_*+#<>.!$%&,/;?@\\|])\1{2,}\s*$")
@@ -489,3 +406,132 @@ def _plain_rst(text: str) -> str:
     for pattern, replacement in _ROLES:
         text = pattern.sub(replacement, text)
     return text
+
+
+def read_python(source: str, name: str) -> Document:
+    """A Python module: its functions and methods, and what stands between them, under their qualified names.
+
+    Imports are left out. A module that Python cannot parse is read as other code.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return read_code(source, name)
+    stem = posixpath.splitext(name)[0]
+    parts = [part for part in stem.split("/") if part != "__init__"] or [stem]
+    # The parser's lines end with \n alone after universal newlines.
+    lines = source.split("\n")
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    blocks = []
+    for first, last, kind, trail in _definitions(tree.body, (".".join(parts),), lines, 1, len(lines)):
+        start, end = starts[first - 1], min(starts[last] - 1, len(source))
+        end = start + len(source[start:end].rstrip())
+        if end > start:
+            blocks.append(Block(start, end, kind, trail))
+    return Document(source, blocks, ".")
+
+
+_Range = tuple[int, int, Kind, tuple[str, ...]]
+# Statements of at most so many lines directly above a definition belong to it.
+_ATTACHED_LINES = 3
+
+
+def _definitions(
+    body: list[ast.stmt], trail: tuple[str, ...], lines: list[str], first: int, last: int, head: int | None = None
+) -> Iterator[_Range]:
+    """The line ranges of the functions in a body, and of the statements between them, imports excepted.
+
+    `head` is the first line of the class whose body it is, if that line belongs to the first method.
+    """
+    run: list[int] = []
+    for number, node in enumerate(body):
+        start, end = max(first, _first_line(node, lines)), node.end_lineno or node.lineno
+        first = end + 1
+        if number == 0 and head is not None:
+            start = head
+        is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_left_out = isinstance(node, ast.Import | ast.ImportFrom) or _is_list_of_names(node)
+        is_module_docstring = is_docstring and len(trail) == 1
+        if not (_is_definition(node) or is_left_out or is_module_docstring):
+            run = [run[0] if run else start, end]
+            continue
+        is_short = bool(run) and run[1] - run[0] < _ATTACHED_LINES
+        if is_short and _is_definition(node) and not any(line.strip() for line in lines[run[1] : start - 1]):
+            start, run = run[0], []
+        if run:
+            yield run[0], run[1], "lines", trail
+            run = []
+        if isinstance(node, ast.ClassDef):
+            yield from _class(node, (*trail, node.name), lines, start, end)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield start, end, "lines", (*trail, node.name)
+        elif is_module_docstring:
+            yield start, end, "prose", trail
+    if run:
+        yield run[0], run[1], "lines", trail
+
+
+def _class(node: ast.ClassDef, trail: tuple[str, ...], lines: list[str], start: int, end: int) -> Iterator[_Range]:
+    """The lines of a class up to its first method, and its methods; alone, its first line belongs to a method."""
+    methods = [child for child in node.body if _is_definition(child)]
+    if not methods:
+        yield start, end, "lines", trail
+        return
+    first = _first_line(methods[0], lines)
+    if methods[0] is node.body[0]:
+        yield from _definitions(node.body, trail, lines, first, end, head=start)
+        return
+    yield start, first - 1, "lines", trail
+    rest = node.body[node.body.index(methods[0]) :]
+    yield from _definitions(rest, trail, lines, first, end)
+
+
+def _is_list_of_names(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets)
+
+
+def _is_definition(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def _first_line(node: ast.stmt, lines: list[str]) -> int:
+    """The first line of a statement with its decorators, and the comment directly above."""
+    decorators: list[Any] = getattr(node, "decorator_list", [])
+    line: int = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    while line > 1 and lines[line - 2].lstrip().startswith("#"):
+        line -= 1
+    return line
+
+
+_COMMENT = re.compile(r"\s*(//|/\*|\*|#(?!\w)|#!|--|;|%|@|\"\"\"|<!--|\(\*)")
+_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_LINES_WITH_HEADER = 4
+
+
+def read_code(source: str, name: str) -> Document:
+    """Code of any language: parts that begin without indentation after a blank line.
+
+    The trail of a longer part is the file and its first line of code.
+    """
+    blocks, start = [], 0
+    for gap in [*re.finditer(r"\n[ \t]*\n\s*", source), None]:
+        # The next line is indented, or closes a bracket.
+        if gap is not None and (source[gap.end() - 1] != "\n" or source.startswith((")", "]", "}"), gap.end())):
+            continue
+        end = len(source) if gap is None else gap.start()
+        part = source[start:end]
+        if part.strip():
+            lines = [line for line in part.split("\n") if line.strip()]
+            code = _BLOCK_COMMENT.sub("", part).split("\n")
+            header = next((line.strip() for line in code if line.strip() and not _COMMENT.match(line)), "")
+            header = header.rstrip("{(:= ")[:80]
+            is_long = len(lines) >= _LINES_WITH_HEADER and bool(header)
+            first = start + len(part) - len(part.lstrip("\n"))
+            trail = (name, header) if is_long else (name,)
+            blocks.append(Block(first, start + len(part.rstrip()), "lines", trail))
+        start = end if gap is None else gap.end()
+    return Document(source, blocks)

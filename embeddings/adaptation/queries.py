@@ -2,9 +2,7 @@
 
 import heapq
 import json
-import os
 import posixpath
-import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +29,8 @@ from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain, words
 from embeddings.common.errors import InputError, OptionError, refuse_given
-from embeddings.common.io import file_sha256, folder_hashes, write_json
+from embeddings.common.io import file_sha256, folder_hashes, link_or_copy, write_json
+from embeddings.common.jobs import manifest_path
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.progress import progress_bar
 from embeddings.common.random import derive_seed
@@ -491,29 +490,23 @@ def _decontaminated(
 
 def _write_real(new: Path, passages: Path, log: QueryLog, judged: Judgements, split: _Split) -> None:
     """Write the folders of real queries; both have the same corpus."""
-    first: Path | None = None
+    # The output of `passages` is a corpus, whose vectors are then needed only once.
+    first = passages if passages.suffix == ".jsonl" and manifest_path(passages).exists() else None
     for name, rows in split.real.items():
         if not rows:
             continue
         folder = new / name
         folder.mkdir()
-        if first is None:
+        if first is not None:
+            link_or_copy(first, folder / "corpus.jsonl")
+        else:
             first = folder / "corpus.jsonl"
             documents = ({"_id": each.id, "title": each.title, "text": each.text} for each in read_passages(passages))
             _write_lines(first, documents)
-        else:
-            _link(first, folder / "corpus.jsonl")
         queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": "real"} for row in rows)
         _write_lines(folder / "queries.jsonl", queries)
         qrels = (f"q{row:06d}\t{each}\t{grade:g}" for row in rows for each, grade in judged.grades[row].items())
         _write_qrels(folder, qrels)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)
 
 
 def _write_pseudo(folder: Path, passages: Path, test: Sequence[Candidate]) -> None:

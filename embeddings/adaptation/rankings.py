@@ -1,6 +1,7 @@
 """The rankings of test queries by each variant: BM25, models, their fusion, and a whitened model."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from embeddings.adaptation.whitening import Whitening
+from embeddings.adaptation.weights import SHARES, WeightPath, Whitening, best_share
 from embeddings.common import InputError
 from embeddings.common.io import file_hash
 from embeddings.common.packed_texts import PackedTexts
@@ -26,20 +27,24 @@ from embeddings.evaluation.folders import (
     TaskFolder,
     query_metrics,
     read_evaluation_folder,
+    read_retrieval_folder,
     retrieval_files,
 )
+from embeddings.evaluation.hybrid import FolderSearch
 from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.evaluation.runner import CUTOFFS, named_folders
-from embeddings.inference import BM25, Encoder, FusionRule, TopK, VectorFolder, encode_corpus, sample_context
+from embeddings.inference import (
+    Encoder,
+    Precision,
+    VectorFolder,
+    encode_corpus,
+    sample_context,
+)
 from embeddings.inference.encoder import Context, embedder_sha256, unit_rows
-from embeddings.inference.hybrid import fused_top_k
-from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
 # The kind of a query that names none: one that a person wrote.
 REAL = "real"
-# The folder of the vectors, in a folder of a comparison.
-VECTORS = "vectors"
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -57,11 +62,7 @@ class RetrievalSet:
 
     @classmethod
     def read(cls, name: str, path: Path) -> Self:
-        folder = read_evaluation_folder(path)
-        if not isinstance(folder, RetrievalFolder) or folder.kind != "retrieval":
-            hint = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
-            raise InputError(str(path), f"has {folder.kind} data, not retrieval data", hint)
-        files = retrieval_files(path)
+        folder, files = read_retrieval_folder(path), retrieval_files(path)
         kinds = dict(_kinds(files.queries))
         return cls(name, files, folder, np.array([kinds[query] for query in folder.query_ids]))
 
@@ -152,9 +153,9 @@ class Encoded:
 
 
 def encode_set(
-    encoder: Encoder, test: RetrievalSet | SimilaritySet, output: Path, context_size: int | None = None
+    encoder: Encoder, test: RetrievalSet | SimilaritySet, vectors: Path, context_size: int | None = None
 ) -> Encoded:
-    """Encode a set; the documents into a folder below `output`, which a later call with the same model reads.
+    """Encode a set; the documents into a folder below `vectors`, which a later call with the same model reads.
 
     Prompts and contexts are those of `evaluate`.
     """
@@ -169,53 +170,56 @@ def encode_set(
         context = sample_context(encoder, texts, min(context_size, encoder.num_context))
     facts = partial(Encoded, compares_lengths=encoder.embedder.compares_lengths, device=encoder.device)
     if isinstance(test, SimilaritySet):
-        vectors = encoder.encode(test.texts, context=context, role="document", prompt=prompt(None))
-        return facts(vectors, None)
-    given = prompt("document")
-    key = json.dumps([
-        *(embedder_sha256(encoder), str(encoder.dtype), given, file_hash(test.files.corpus)),
-        None if context is None else context.summary(),
-    ])  # fmt: skip
-    folder = output / VECTORS / sha256(key.encode()).hexdigest()[:16]
-    documents = encode_corpus(
-        encoder, test.files.corpus, folder, prompt_name=GivenPrompt(text=given), context=context, role="document"
-    )
+        sides_ND = encoder.encode(test.texts, context=context, role="document", prompt=prompt(None))
+        return facts(sides_ND, None)
+    given, corpus = prompt("document"), test.files.corpus
+    # As `encode` names it by default, so that its folder and this one are alike.
+    is_default = given == encoder.embedder.text.prompt(None, "document")
+    name = None if is_default else GivenPrompt(text=given)
+    folder = vector_folder(encoder, corpus, vectors, [given] if context is None else [given, context.summary()])
+    documents = encode_corpus(encoder, corpus, folder, prompt_name=name, context=context, role="document")
     query_QD = encoder.encode(test.folder.queries, context=context, role="query", prompt=prompt("query"))
     return facts(query_QD, documents)
 
 
-def dense_rows(test: RetrievalSet, encoded: Encoded, whitening: Whitening | None = None) -> Rows:
-    """The best 100 documents of each query by a model's scores, (Q, K)."""
-    query_QD = encoded.comparable(encoded.query_QD) if whitening is None else whitening(encoded.query_QD)
-    return _nearest(test, encoded, query_QD, max(CUTOFFS), whitening).index_QK
+def vector_folder(encoder: Encoder, corpus: Path, vectors: Path, options: Sequence[Any] = ()) -> Path:
+    """The folder below `vectors` of a corpus as a model encodes it; by default with its prompt for documents."""
+    options = options or [encoder.embedder.text.prompt(None, "document")]
+    key = json.dumps([embedder_sha256(encoder), str(encoder.dtype), file_hash(corpus), *options])
+    return vectors / sha256(key.encode()).hexdigest()[:16]
 
 
-def _nearest(
-    test: RetrievalSet, encoded: Encoded, query_QD: Vectors, top_k: int, whitening: Whitening | None = None
-) -> TopK:
-    return search_top_k(query_QD, encoded.tiles(whitening), top_k, encoded.device, test.folder.tie_order_N)
+def path_scores(
+    path: WeightPath, test: RetrievalSet, vectors: Path, shares: Iterable[float] = SHARES, precision: Precision = "auto"
+) -> dict[float, float]:
+    """nDCG@10 on validation queries of the models at places of a path, by their share of the trained weights.
+
+    Args:
+        path: The path.
+        test: The validation queries, with their corpus.
+        vectors: The folder of vectors (see `encode_set`), in which those of the start and of the best model stay.
+        shares: The places.
+        precision: Precision of matrix products.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scores: dict[float, float] = {}
+    folders = dict[float, Path]()
+    for share in shares:
+        encoder = Encoder.from_embedder(path.go(share).to(device), precision=precision, show_progress=True)
+        encoded = encode_set(encoder, test, vectors)
+        assert encoded.documents is not None
+        folders[share] = encoded.documents.path
+        scores[share] = float(Ranked.of(test, searched(test, encoded).dense()).metrics["ndcg_at_10"].mean())
+    kept = {folders[share] for share in folders if share in (0.0, best_share(scores))}
+    for folder in {*folders.values()} - kept:
+        shutil.rmtree(folder)
+    return scores
 
 
-def fused_rows(test: RetrievalSet, encoded: Encoded, words: BM25, rule: FusionRule) -> Rows:
-    """The best 100 documents of each query by a model and BM25, (Q, K)."""
-    query_QD = encoded.comparable(encoded.query_QD)
-    best = fused_top_k(
-        test.folder.queries,
-        query_QD,
-        words,
-        max(CUTOFFS),
-        rule,
-        tiles=encoded.tiles,
-        nearest=partial(_nearest, test, encoded),
-        device=encoded.device,
-        tie_order_N=test.folder.tie_order_N,
-    )
-    return best.index_QK
-
-
-def words_rows(test: RetrievalSet, words: BM25) -> Rows:
-    """The best 100 documents of each query by BM25, (Q, K)."""
-    return words.search(test.folder.queries, max(CUTOFFS), test.folder.tie_order_N)[0]
+def searched(test: RetrievalSet, encoded: Encoded, whitening: Whitening | None = None) -> FolderSearch:
+    """A set that is searched by a model's vectors."""
+    query_QD = (encoded.comparable if whitening is None else whitening)(encoded.query_QD)
+    return FolderSearch(test.folder, query_QD, partial(encoded.tiles, whitening), encoded.device)
 
 
 @dataclass(frozen=True)
@@ -237,22 +241,3 @@ def pair_cosines(encoded: Encoded, whitening: Whitening | None = None) -> Floats
     first_ND, second_ND = (unit_rows(side) if whitening is None else whitening(side) for side in sides)
     cosine_N: Floats = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
     return cosine_N
-
-
-def seen_passages(test: RetrievalSet, row: int, ranked: Ranked, count: int) -> list[dict[str, Any]]:
-    """The first documents that a variant found for a query, with their texts and whether they are relevant."""
-    qrels, found = test.folder.qrels, [int(each) for each in ranked.first_QK[row, :count] if each >= 0]
-    judged = qrels.query_J == row
-    grades = dict(zip(qrels.document_J[judged].tolist(), qrels.relevance_J[judged].tolist(), strict=True))
-    return [
-        {"id": test.folder.document_ids[each], "text": test.folder.documents[each], "relevant": grades.get(each, 0) > 0}
-        for each in found
-    ]
-
-
-def relevant_passages(test: RetrievalSet, row: int) -> list[dict[str, Any]]:
-    """The relevant documents of a query with their texts, the highest grade first."""
-    qrels = test.folder.qrels
-    found = np.flatnonzero((qrels.query_J == row) & (qrels.relevance_J > 0))
-    rows = qrels.document_J[found[np.argsort(-qrels.relevance_J[found], kind="stable")]].tolist()
-    return [{"id": test.folder.document_ids[each], "text": test.folder.documents[each]} for each in rows]

@@ -7,8 +7,7 @@ each trained model, and each trained model fused with BM25. BM25 alone is shown,
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,20 @@ from embeddings.adaptation.rankings import (
     RetrievalSet,
     Rows,
     SimilaritySet,
-    dense_rows,
     encode_set,
-    fused_rows,
     pair_cosines,
     read_general_sets,
     read_test_sets,
-    words_rows,
+    searched,
 )
-from embeddings.adaptation.whitening import MIN_DOCUMENTS, Whitening
+from embeddings.adaptation.weights import MIN_DOCUMENTS, Whitening
 from embeddings.common import InputError
 from embeddings.common.io import GENERATOR
 from embeddings.common.process import logger
 from embeddings.common.text import format_table
 from embeddings.evaluation import Difference, paired_bootstrap, spearman
 from embeddings.evaluation.bootstrap import bootstrap
+from embeddings.evaluation.hybrid import TunedWeight, tune_weight
 from embeddings.evaluation.runner import CUTOFFS
 from embeddings.inference import BM25, Encoder, FusionRule, Precision
 from embeddings.inference.bm25 import ENGLISH, tokenizer
@@ -108,6 +106,8 @@ class Verdict:
 
     Attributes:
         models: The directory or Hub id of each model, by its variant.
+        rules: How the scores of each model are fused with BM25.
+        tuned: How the weight of BM25 was chosen for each model, if it was.
         counts: Documents and queries of each data set.
         groups: Scores by data set and kind of query, all real queries first.
         general: Scores on sets of other domains; empty if none were named.
@@ -118,7 +118,8 @@ class Verdict:
 
     models: dict[str, str]
     language: str
-    rule: FusionRule
+    rules: dict[str, FusionRule]
+    tuned: dict[str, TunedWeight]
     counts: dict[str, dict[str, int]]
     groups: list[Group]
     general: list[General]
@@ -130,7 +131,9 @@ class Verdict:
         """The verdict as JSON types, without the scores of each query."""
         names = ("models", "language", "counts")
         facts: dict[str, Any] = {"generator": GENERATOR, **{name: getattr(self, name) for name in names}}
-        facts |= {"fusion": asdict(self.rule), "min_real_queries": MIN_REAL_QUERIES}
+        facts["fusion"] = {label: asdict(rule) for label, rule in self.rules.items()}
+        facts["tuned"] = {label: _plain(each.difference) for label, each in self.tuned.items()}
+        facts["min_real_queries"] = MIN_REAL_QUERIES
         facts["groups"] = [_plain(group) for group in self.groups]
         facts["general"] = [_plain(each) for each in self.general]
         return facts | {"recommendation": _plain(self.recommendation)}
@@ -170,11 +173,12 @@ def compare(
     start: str,
     trained: Sequence[str],
     data: Sequence[str | PathLike[str]],
-    output: str | PathLike[str],
+    vectors: Path,
     *,
     general: Sequence[str | PathLike[str]] = (),
     language: str = ENGLISH,
-    rule: FusionRule | None = None,
+    weight: float | None = None,
+    validation: str | PathLike[str] | None = None,
     precision: Precision = "auto",
     context_size: int | None = None,
 ) -> Verdict:
@@ -187,67 +191,68 @@ def compare(
         start: The starting model, a directory or Hub id.
         trained: Models trained from it, the simplest first.
         data: Retrieval folders, or folders of them.
-        output: The folder whose subfolder `vectors` keeps the vectors of the documents for a later call.
+        vectors: The folder that keeps the vectors of the documents for a later call.
         general: Folders of retrieval or similarity data of other domains, on which forgetting is measured.
         language: Language of the texts for BM25 (see `bm25.tokenizer`).
-        rule: How scores are fused; None for z-scores with weight 0.2 of BM25.
+        weight: Weight of BM25 in hybrid search by z-scores; None for 0.2.
+        validation: A retrieval folder, by whose queries the weight is chosen for each model.
         precision: Precision of matrix products.
         context_size: Number of documents that a contextual model draws as context from each corpus; None for none.
 
     Raises:
         InputError: If a folder cannot be read; all are read before a model is loaded.
     """
-    rule, tokenize = rule or FusionRule(), tokenizer(language)
+    rule, tokenize = FusionRule.of(weight=weight), tokenizer(language)
     tests, others = read_test_sets(data), read_general_sets(general)
+    judges = [] if validation is None else [RetrievalSet.read("validation", Path(validation))]
     models = _models(start, trained)
-    encoded = _encode_all(models, [*tests, *others], Path(output), precision, context_size)
+    encoded = _encode_all(models, [*tests, *others, *judges], vectors, precision, context_size)
+    tuned = {}
+    for judge, of_judge in zip(judges, encoded[len(tests) + len(others) :], strict=True):
+        judge_words = BM25(judge.folder.documents, tokenize)
+        for label, one in of_judge.items():
+            tuned[label] = tune_weight(rule, judge.folder.qrels, partial(searched(judge, one).fused, judge_words))
+    rules = {label: tuned[label].rule if label in tuned else rule for label in models}
     ranked, whitenings = [], list[Whitening | None]()
     for test, each in zip(tests, encoded, strict=False):
-        rows, whitening = _variant_rows(test, each, BM25(test.folder.documents, tokenize), rule)
+        rows, whitening = _variant_rows(test, each, BM25(test.folder.documents, tokenize), rules)
         ranked.append({name: Ranked.of(test, row_QK) for name, row_QK in rows.items()})
         whitenings.append(whitening)
     groups = [group for test, each in zip(tests, ranked, strict=True) for group in _groups(test, each)]
-    pairs = zip(others, encoded[len(tests) :], strict=True)
+    pairs = zip(others, encoded[len(tests) :], strict=False)
     of_general = [_general(other, each, whitenings[0]) for other, each in pairs]
     counts = {test.name: _counts(test) for test in tests}
     decision = recommend(_real_scores(tests, ranked), list(models)[1:])
-    return Verdict(models, language, rule, counts, groups, of_general, decision, tests, ranked)
+    return Verdict(models, language, rules, tuned, counts, groups, of_general, decision, tests, ranked)
 
 
 def rank_queries(
     start: str,
     trained: Sequence[str],
-    corpus: str | PathLike[str],
+    corpus: Path,
     queries: Mapping[str, str],
-    output: str | PathLike[str],
+    vectors: Path,
     *,
     language: str = ENGLISH,
-    rule: FusionRule | None = None,
     precision: Precision = "auto",
-    context_size: int | None = None,
-) -> dict[str, list[list[str]]]:
-    """The ids of the ten first documents of each variant for queries without judgments, such as a log.
+) -> dict[str, Rows]:
+    """The rows of the ten first documents of each variant for queries without judgments, such as a log, (Q, 10).
 
     Args:
-        start: See `compare`, as for all other arguments.
-        trained: See `compare`.
+        start: The starting model, a directory or Hub id.
+        trained: Models trained from it, the simplest first.
         corpus: The corpus file.
         queries: Texts by id.
-        output: See `compare`; the vectors of the same folder are read.
-        language: See `compare`.
-        rule: See `compare`.
-        precision: See `compare`.
-        context_size: See `compare`.
+        vectors: The folder of vectors (see `compare`).
+        language: Language of the texts for BM25.
+        precision: Precision of matrix products.
     """
-    test = RetrievalSet.unlabelled(Path(corpus), queries)
-    models, tokenize = _models(start, trained), tokenizer(language)
-    (encoded,) = _encode_all(models, [test], Path(output), precision, context_size)
-    rows, _ = _variant_rows(test, encoded, BM25(test.folder.documents, tokenize), rule or FusionRule())
-    ids = test.ids_of(rows.values())
-    return {
-        name: [[ids[place] for place in row_K[: min(CUTOFFS)].tolist() if place >= 0] for row_K in row_QK]
-        for name, row_QK in rows.items()
-    }
+    test, models = RetrievalSet.unlabelled(corpus, queries), _models(start, trained)
+    (encoded,) = _encode_all(models, [test], vectors, precision, None)
+    rows, _ = _variant_rows(
+        test, encoded, BM25(test.folder.documents, tokenizer(language)), dict.fromkeys(models, FusionRule())
+    )
+    return {name: row_QK[:, : min(CUTOFFS)] for name, row_QK in rows.items()}
 
 
 def _models(start: str, trained: Sequence[str]) -> dict[str, str]:
@@ -261,7 +266,7 @@ def _models(start: str, trained: Sequence[str]) -> dict[str, str]:
 def _encode_all(
     models: Mapping[str, str],
     sets: Sequence[RetrievalSet | SimilaritySet],
-    output: Path,
+    vectors: Path,
     precision: Precision,
     context_size: int | None,
 ) -> list[dict[str, Encoded]]:
@@ -271,25 +276,26 @@ def _encode_all(
         logger.info("%s: %s", label, model)
         encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
         for each, by_label in zip(sets, encoded, strict=True):
-            by_label[label] = encode_set(encoder, each, output, context_size)
+            by_label[label] = encode_set(encoder, each, vectors, context_size)
         del encoder
     return encoded
 
 
 def _variant_rows(
-    test: RetrievalSet, encoded: Mapping[str, Encoded], words: BM25, rule: FusionRule
+    test: RetrievalSet, encoded: Mapping[str, Encoded], words: BM25, rules: Mapping[str, FusionRule]
 ) -> tuple[dict[str, Rows], Whitening | None]:
     """The best 100 documents of each query by each variant, (Q, K), and the whitening of the corpus."""
     of_start, trained = encoded[START], [label for label in encoded if label != START]
     whitening = None if of_start.compares_lengths else Whitening.of(of_start.tiles())
-    rows = {BM25_ALONE: words_rows(test, words), START: dense_rows(test, of_start)}
-    rows[HYBRID] = fused_rows(test, of_start, words, rule)
+    searches = {label: searched(test, each) for label, each in encoded.items()}
+    start = searches[START]
+    rows = {BM25_ALONE: start.words(words), START: start.dense(), HYBRID: start.fused(words, rules[START])}
     if whitening is not None:
-        rows[WHITENED] = dense_rows(test, of_start, whitening)
+        rows[WHITENED] = searched(test, of_start, whitening).dense()
     else:
         logger.info("%s: not whitened, which needs %d documents and cosines", test.name, MIN_DOCUMENTS)
-    rows |= {label: dense_rows(test, encoded[label]) for label in trained}
-    rows |= {f"{label} + {HYBRID}": fused_rows(test, encoded[label], words, rule) for label in trained}
+    rows |= {label: searches[label].dense() for label in trained}
+    rows |= {f"{label} + {HYBRID}": searches[label].fused(words, rules[label]) for label in trained}
     return rows, whitening
 
 
@@ -344,7 +350,8 @@ def _general(
     used |= {label: (one, None) for label, one in encoded.items() if label != START}
     if isinstance(each, RetrievalSet):
         scores = {
-            name: Ranked.of(each, dense_rows(each, *options)).metrics["ndcg_at_10"] for name, options in used.items()
+            name: Ranked.of(each, searched(each, *options).dense()).metrics["ndcg_at_10"]
+            for name, options in used.items()
         }
         values = {name: float(score_Q.mean()) for name, score_Q in scores.items()}
         differences = {name: paired_bootstrap(score_Q, scores[START]) for name, score_Q in scores.items()}
@@ -442,7 +449,7 @@ def recommend(score_of: Mapping[str, Floats], trained: Sequence[str] = (TRAINED,
 def format_verdict(verdict: Verdict) -> str:
     """The verdict as text tables: scores by data set, nDCG@10 by kind of query, other domains, the recommendation."""
     parts = []
-    mains = [groups[0] for groups in _by_data(verdict.groups)]
+    mains = list({group.data: group for group in verdict.groups[::-1]}.values())[::-1]
     for group in mains:
         head = (f"{group.data}: {group.num_queries} queries, {group.kind}", "nDCG@10", "recall@10", "recall@100")
         rows: list[tuple[str, ...]] = [(*head, "nDCG@10 - start")]
@@ -460,6 +467,7 @@ def format_verdict(verdict: Verdict) -> str:
             table.append((f"{group.data}: {group.kind}", str(group.num_queries), *cells))
         parts.append(format_table(table, "<"))
     parts.append(_general_table(verdict.general))
+    parts += [f"{label}: {each}" for label, each in verdict.tuned.items()]
     decision = verdict.recommendation
     lines = [f"recommended: {decision.variant}", *decision.reasons]
     lines += [f"{name} - {decision.variant}: {marked(step)}" for name, step in decision.steps.items()]
@@ -479,16 +487,6 @@ def _general_table(general: Sequence[General]) -> str:
     return format_table(rows, "<")
 
 
-def _by_data(groups: Sequence[Group]) -> list[list[Group]]:
-    starts = [0, *(place for place, (a, b) in enumerate(pairwise(groups), 1) if a.data != b.data), len(groups)]
-    return [list(groups[start:stop]) for start, stop in pairwise(starts)]
-
-
 def marked(difference: Difference) -> str:
     """A difference with its interval, and a star if the interval excludes 0."""
     return f"{difference}{'*' if difference.is_significant else ''}"
-
-
-def model_of(verdict: Verdict, variant: str) -> str:
-    """The directory or Hub id of the model of a variant."""
-    return fspath(verdict.models.get(variant.removesuffix(f" + {HYBRID}"), verdict.models[START]))

@@ -3,27 +3,38 @@
 import json
 import math
 import shlex
+import shutil
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
 from embeddings.adaptation.model_queries import QueryModel
 from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS
+from embeddings.adaptation.rankings import vector_folder
 from embeddings.adaptation.real_queries import deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.parser import CONFIGS
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
-from embeddings.common.io import MANIFEST, file_sha256, text_hash, write_manifest, write_text
+from embeddings.common.io import (
+    MANIFEST,
+    METRICS_FILE,
+    atomic_folder,
+    file_sha256,
+    link_or_copy,
+    text_hash,
+    write_manifest,
+    write_text,
+)
 from embeddings.common.jobs import JobFolder, discard_on_user_error
+from embeddings.inference import Encoder
 from embeddings.inference.bm25 import ENGLISH, tokenizer
-from embeddings.inference.hybrid import WORDS_FOLDER
+from embeddings.inference.hybrid import WEIGHT, WORDS_FOLDER
 from embeddings.models import Embedder
 from embeddings.models.model_card import add_section
 from embeddings.models.model_files import PACKAGED_NAME, resolve_model
@@ -68,7 +79,8 @@ def adapt(
         columns: Columns of tables that are named differently, such as `{text: body}`.
         training: The config of training; its model, data, outputs and number of steps are replaced. Default:
             `own_pairs.yaml`.
-        general: Data of other domains, on which forgetting is measured (see `compare`).
+        general: Data of other domains, on which forgetting is measured (see `compare`); default a search of functions
+            of installed packages, and `[]` for none.
         language: Language of the documents for BM25, as PyStemmer names it, or `none` for words without stemming.
         hold_out_judged: Whether documents with relevant passages of real queries are not trained on (see `queries`).
         minutes: Maximum time of training, without the other steps.
@@ -101,7 +113,7 @@ def adapt(
     inputs += ["--endpoint", endpoint] if endpoint is not None else []
     inputs += ["--endpoint-model", endpoint_model] if endpoint_model is not None else []
     renamed = ["--columns", json.dumps(columns)] if columns else []
-    others = general if isinstance(general, list) else [general] if general else []
+    others = general if isinstance(general, list) else None if general is None else [general]
     if dry_run:
         steps.run(documents, renamed, inputs, training, others, minutes)
         return
@@ -123,6 +135,8 @@ class Steps:
     def __init__(self, output: Path, model: str, language: str, seed: int, dry_run: bool) -> None:
         self.output, self.model, self.language, self.seed, self.dry_run = output, model, language, seed, dry_run
         self.passages, self.queries, self.adapted = output / "passages.jsonl", output / "queries", output / "adapted"
+        # The vectors of the passages by each model, which the steps share.
+        self.encoded = output / "encoded"
         self._count = 0
 
     def command(self, *words: Any, made: Path | None = None) -> None:
@@ -140,7 +154,7 @@ class Steps:
         renamed: list[Any],
         inputs: list[Any],
         config: Path,
-        general: list[Path],
+        general: list[Path] | None,
         minutes: float,
     ) -> None:
         """All steps in order; without enough passages none is trained, and without a test nothing is compared."""
@@ -160,12 +174,20 @@ class Steps:
         verdict = self.output / "verdict"
         if tests:
             options = ["--trained", self.adapted] if is_trained else []
+            options += ["--run", run] if (run := self.logged_run()) is not None else []
+            if general is None and is_trained:
+                general = [self.output / "general"]
+                self.command("prepare", "docstrings", "--output", general[0], "--test-only", "true")
             options += ["--general", _listed(general)] if general else []
-            options += ["--language", self.language]
+            validation = self.queries / "validation"
+            if count_rows(validation / "queries.jsonl") >= MIN_REAL_QUERIES:
+                options += ["--validation", validation, "--hybrid-weight", "tune"]
+            options += ["--language", self.language, "--vectors", self.encoded]
             self.command("compare", "--start", self.model, "--data", _listed(tests), "--output", verdict, *options)
             if is_trained and not self.dry_run:
                 add_section(self.adapted, "Verdict", (verdict / CARD_SECTION).read_text("utf-8"))
-        chosen, is_hybrid = recommended(verdict / "verdict.json")
+        labels = None if self.dry_run else self.label(trained, verdict)
+        chosen, is_hybrid, weight = recommended(verdict / "verdict.json")
         vectors = self.output / "vectors"
         if chosen == WHITENED:
             corpus = self.output / "start-vectors"
@@ -176,25 +198,39 @@ class Steps:
         else:
             served = str(self.adapted) if chosen == TRAINED else self.model
         self.encode(served, vectors)
-        self.command(
-            "index", "--vectors", vectors, "--hybrid", "--language", self.language, made=vectors / WORDS_FOLDER
-        )
+        table, work = self.output / "passages.parquet", self.output / "passages.parquet.work"
+        if not self.dry_run and vectors.exists() and not table.exists():
+            link_vectors(vectors, work)
+        self.command("encode", "--model", served, "--input", self.passages, "--output", table)
         if not self.dry_run:
-            self.label(trained, verdict)
+            shutil.rmtree(work, ignore_errors=True)
+        words = ["--hybrid", "--language", self.language, *([] if weight == WEIGHT else ["--hybrid-weight", weight])]
+        self.command("index", "--vectors", vectors, *words, made=vectors / WORDS_FOLDER)
+        if labels is not None:
+            print(f"\n{labels}")
+        if not self.dry_run:
             search = ["search", "--model", served, "--corpus", str(vectors), *(["--hybrid"] if is_hybrid else [])]
             print(f'\nsearch: {program()} {shlex.join(search)} "QUERY"')
             if tests:
                 print(f"report: {verdict / 'report.html'}")
 
+    def logged_run(self) -> Path | None:
+        """The latest run of training that has logged something."""
+        logs = self.output / "run" / "logs"
+        found = [path.parent for path in logs.glob(f"version_*/{METRICS_FILE}")]
+        return max(found, key=lambda path: int(path.name.partition("_")[2]), default=None)
+
     def encode(self, model: str, vectors: Path) -> None:
+        """Encode the passages; the vectors of an earlier step are taken."""
+        if not self.dry_run and self.encoded.exists() and not vectors.exists():
+            found = vector_folder(Encoder.from_pretrained(model), self.passages, self.encoded)
+            if found.exists():
+                link_vectors(found, vectors)
         self.command("encode", "--model", model, "--input", self.passages, "--output", vectors)
 
     def is_model_tried(self) -> bool:
         """Whether to train on a language model's queries: validation queries must tell what they are worth."""
-        pairs, num_pairs = self.queries / MODEL_PAIRS, 0
-        if pairs.exists():
-            with open(pairs, encoding="utf-8") as file:
-                num_pairs = sum(1 for _ in file)
+        num_pairs = count_rows(self.queries / MODEL_PAIRS)
         is_judged = (self.queries / "validation").exists()
         if self.dry_run or (is_judged and num_pairs >= MIN_PASSAGES):
             return True
@@ -209,15 +245,13 @@ class Steps:
         choice = ["--num-negatives", NUM_NEGATIVES, "--seed", self.seed]
         self.command("mine", "--model", self.model, "--input", pairs, "--output", mined, *choice)
         if not self.dry_run:
-            with open(pairs, encoding="utf-8") as file:
-                num_pairs = sum(1 for _ in file)
-            write_text(written, self.config(config, mined, trained, num_pairs, minutes))
+            write_text(written, self.config(config, mined, trained, count_rows(pairs), minutes))
         self.command("fit", "--config", written, "--ckpt_path", "auto", made=trained / MANIFEST)
 
     def interpolate(self, trained: list[Path]) -> None:
         """Write the model between the start and the trained weights; validation queries choose."""
         validation = self.queries / "validation"
-        judged = ["--data", validation] if validation.exists() else []
+        judged = ["--data", validation, "--vectors", self.encoded] if validation.exists() else []
         models = ["--start", self.model, "--trained", _listed(trained)]
         self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 
@@ -247,34 +281,34 @@ class Steps:
         options["seed_everything"] = self.seed
         return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
 
-    def label(self, trained: list[Path], verdict: Path) -> None:
-        """Write what to judge if there are too few judged queries: where the variants disagree."""
+    def label(self, trained: list[Path], verdict: Path) -> str | None:
+        """Write what to judge, where the variants disagree, if there are too few judged queries; returns a line."""
         path, found = label_path(self.output), verdict / "verdict.json"
         decision = json.loads(found.read_text("utf-8"))["recommendation"] if found.exists() else {}
         if decision.get("num_real_queries", 0) >= MIN_REAL_QUERIES:
-            return
+            return None
         sources = (self.queries / "unjudged.jsonl", self.queries / "evaluation-pseudo" / "queries.jsonl")
         source = next((each for each in sources if each.exists()), None)
         if source is None:
-            return
+            return None
         with open(source, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file][:MAX_LABELLED_QUERIES]
         texts = {row["_id"]: row["text"] for row in rows}
         models = [str(each) for each in trained]
-        ranked = rank_queries(self.model, models, self.passages, texts, verdict, language=self.language)
-        with open(self.passages, encoding="utf-8") as file:
-            row_of = {json.loads(line)["_id"]: row for row, line in enumerate(file)}
-        rankings = {}
-        for name, ids_Q in ranked.items():
-            row_QK = np.full((len(ids_Q), max(1, *map(len, ids_Q))), -1, np.int64)
-            for query, ids in enumerate(ids_Q):
-                row_QK[query, : len(ids)] = [row_of[each] for each in ids]
-            rankings[name] = row_QK
+        rankings = rank_queries(self.model, models, self.passages, texts, self.encoded, language=self.language)
         items = deciding_items(rankings, MAX_LABELS)
-        if items:
-            num_items = write_label_file(path, list(texts.values()), self.passages, items)
-            how = "set relevant to true or false, and give it as --queries with a new --output"
-            print(f"\n{path}: {num_items} passages to judge; {how}")
+        if not items:
+            return None
+        num_items = write_label_file(path, list(texts.values()), self.passages, items)
+        how = "set relevant to true or false, and give it as --queries with a new --output"
+        return f"{path}: {num_items} passages to judge; {how}"
+
+
+def link_vectors(source: Path, target: Path) -> None:
+    """Another folder of the same vectors, without an index of words."""
+    with atomic_folder(target) as new:
+        ignored = shutil.ignore_patterns(WORDS_FOLDER)
+        shutil.copytree(source, new, ignore=ignored, copy_function=link_or_copy, dirs_exist_ok=True)
 
 
 def label_path(folder: Path) -> Path:
@@ -305,10 +339,21 @@ def run_step(argv: list[str]) -> None:
     dispatch(argv)
 
 
-def recommended(verdict: Path) -> tuple[str, bool]:
-    """The recommended variant without BM25, and whether BM25 is recommended with it."""
+def count_rows(path: Path) -> int:
+    """The number of lines of a file; 0 without it."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(1 for _ in file)
+
+
+def recommended(verdict: Path) -> tuple[str, bool, float]:
+    """The recommended variant without BM25, whether BM25 is recommended with it, and the weight of BM25."""
     if not verdict.exists():
-        return START, False
-    variant = json.loads(verdict.read_text("utf-8"))["recommendation"]["variant"]
+        return START, False, WEIGHT
+    content = json.loads(verdict.read_text("utf-8"))
+    variant = content["recommendation"]["variant"]
     name = variant.removesuffix(f" + {HYBRID}")
-    return (START, True) if name == HYBRID else (name, name != variant)
+    model = START if name in (HYBRID, WHITENED) else name
+    weight = content.get("fusion", {}).get(model, {}).get("weight", WEIGHT)
+    return (START, True, weight) if name == HYBRID else (name, name != variant, weight)

@@ -1,28 +1,31 @@
 """`compare`, `interpolate` and `whiten`: what was made of a model, the verdict on it, and how it is written."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from embeddings.adaptation.path import (
-    DEFAULT_SHARE,
-    SHARES,
-    best_share,
-    check_path,
-    interpolate_models,
-    path_scores,
-)
-from embeddings.adaptation.report import card_section, write_verdict_page
+from embeddings.adaptation.rankings import RetrievalSet, path_scores
+from embeddings.adaptation.report import write_verdict_page
 from embeddings.adaptation.verdict import compare as compare_models
 from embeddings.adaptation.verdict import format_verdict
-from embeddings.adaptation.whitening import write_whitened
+from embeddings.adaptation.weights import (
+    DEFAULT_SHARE,
+    SHARES,
+    WeightPath,
+    best_share,
+    interpolate_models,
+    write_whitened,
+)
+from embeddings.cli.retrieval import TUNE
 from embeddings.common import InputError, OptionError
-from embeddings.common.io import write_json, write_manifest, write_text
+from embeddings.common.errors import refuse_given
+from embeddings.common.io import scratch_folder, write_json, write_manifest, write_text
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.common.own_folder import require_replaceable
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import format_table
-from embeddings.evaluation.folders import read_retrieval_folder
+from embeddings.figures.run_facts import LOSS, read_curves
 from embeddings.inference import Precision
 from embeddings.inference.bm25 import ENGLISH
 from embeddings.models.model_card import shown_name
@@ -39,6 +42,10 @@ def compare(
     trained: str | list[str] | None = None,
     general: Path | list[Path] | None = None,
     language: str = ENGLISH,
+    hybrid_weight: float | Literal["tune"] | None = None,
+    validation: Path | None = None,
+    run: Path | None = None,
+    vectors: Path | None = None,
     precision: Precision = "auto",
     context_size: int | None = None,
 ) -> None:
@@ -57,6 +64,11 @@ def compare(
         general: Data of other domains, on which forgetting is measured: folders of retrieval data, or of sentence pairs
             with scores; several as `[FOLDER, FOLDER]`.
         language: Language of the texts for BM25, as PyStemmer names it, or `none` for words without stemming.
+        hybrid_weight: Weight of BM25 in hybrid search, from 0 to 1; default 0.2. `tune` chooses it for each model on
+            the queries of `validation`.
+        validation: A retrieval folder with other queries than those of the test, for `tune`.
+        run: The run that trained the model, such as `checkpoints/runs/NAME/version_0`, whose loss the report draws.
+        vectors: The folder that keeps the vectors of the documents; default `vectors` in the output.
         precision: Format of matrix products.
         context_size: Number of documents that a contextual model draws as context from each corpus.
     """
@@ -64,16 +76,23 @@ def compare(
     models = [] if trained is None else [trained] if isinstance(trained, str) else trained
     if not roots:
         raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
+    if (hybrid_weight == TUNE) != (validation is not None):
+        raise OptionError(
+            "hybrid_weight", hybrid_weight, "must be tune exactly with --validation", "give both, or none"
+        )
+    losses = ([], []) if run is None else read_curves(run)[LOSS]
     tune_malloc()
     with discard_on_user_error(output, unless=lambda: (output / "vectors").exists()):
         folder = JobFolder(output, VERDICT).folder
         options: dict[str, Any] = {"general": others, "language": language, "precision": precision}
-        verdict = compare_models(start, models, roots, folder, context_size=context_size, **options)
+        options |= {"weight": None if hybrid_weight == TUNE else hybrid_weight, "validation": validation}
+        kept = folder / "vectors" if vectors is None else vectors.expanduser()
+        verdict = compare_models(start, models, roots, kept, context_size=context_size, **options)
     write_json(folder / "verdict.json", verdict.to_dict())
     rows = (json.dumps(row, ensure_ascii=False) for row in verdict.query_rows())
     write_text(folder / "queries.jsonl", "".join(f"{row}\n" for row in rows))
-    write_text(folder / CARD_SECTION, card_section(verdict) + "\n")
-    write_verdict_page(verdict, folder / "report.html")
+    write_text(folder / CARD_SECTION, f"```text\n{format_verdict(verdict)}\n```\n")
+    write_verdict_page(verdict, folder / "report.html", losses)
     write_manifest(folder, {**VERDICT, "complete": True})
     print(format_verdict(verdict))
     print(f"\nwrote {folder / 'report.html'}, verdict.json and queries.jsonl")
@@ -89,6 +108,7 @@ def interpolate(
     output: Path,
     share: float | None = None,
     data: Path | None = None,
+    vectors: Path | None = None,
     precision: Precision = "auto",
 ) -> None:
     """Write a model between a starting model and what was trained from it: (1 - share) start + share trained.
@@ -103,6 +123,7 @@ def interpolate(
         output: The directory to write; an existing one is replaced once the new one is complete.
         share: The share of the trained weights, from 0 to 1; default 0.5, or the best on `data`.
         data: A retrieval folder with validation queries.
+        vectors: A folder that keeps the documents' vectors by the start and the written model, for `compare --vectors`.
         precision: Format of matrix products on `data`.
     """
     require_replaceable(output)
@@ -113,20 +134,21 @@ def interpolate(
         raise OptionError("share", share, "excludes --data, which chooses it", "leave one of them out")
     if data is None and len(models) > 1:
         raise OptionError("trained", models, "needs --data, which chooses one of them", "give one model")
-    chosen, facts = models[0], dict[str, object]()
+    chosen, place, facts = models[0], DEFAULT_SHARE if share is None else share, dict[str, object]()
     if data is None:
-        place = DEFAULT_SHARE if share is None else share
+        refuse_given({"vectors": vectors}, "needs --data")
     else:
-        folder = read_retrieval_folder(data)
-        for each in models:
-            check_path(start, each)
+        test = RetrievalSet.read(data.resolve().name, data)
+        for each in models[1:]:
+            # Refuses it before any is scored.
+            WeightPath(start, each)
         tune_malloc()
-        options: dict[str, Any] = {"precision": precision, "name": data.resolve().name}
         scores: dict[str, dict[float, float]] = {}
-        for each in models:
-            # The start, which all paths share, is scored once.
-            shares = SHARES[1:] if scores else SHARES
-            scores[each] = path_scores(start, each, folder, output.expanduser(), shares=shares, **options)
+        with scratch_folder(output.expanduser()) if vectors is None else nullcontext(vectors.expanduser()) as kept:
+            for each in models:
+                # The start, which all paths share, is scored once.
+                shares = SHARES[1:] if scores else SHARES
+                scores[each] = path_scores(WeightPath(start, each), test, kept, shares, precision)
         chosen = max(scores, key=lambda each: max(scores[each].values()))
         place = best_share(scores[chosen])
         rows = [
@@ -139,7 +161,7 @@ def interpolate(
         for each, found in scores.items():
             listed = ", ".join(f"{score:.4f} at {at:g}" for at, score in found.items())
             name = "chosen by" if each == chosen else f"not chosen: {shown_name(each)}"
-            facts[name] = f"nDCG@10 on {len(folder.queries)} validation queries: {listed}"
+            facts[name] = f"nDCG@10 on {len(test.folder.queries)} validation queries: {listed}"
     interpolate_models(start, chosen, output, place, facts)
     print(f"wrote {output}: {place:g} of the way from {start} to {chosen}")
 

@@ -37,10 +37,7 @@ def passages(
 
 def passage_summary(report: PassageReport) -> str:
     """What was left out and what was written, in at most some 30 lines."""
-    lines = [
-        one_line(f"left out {each.file}: {each.cause}{f' ({each.detail})' if each.detail else ''}", 240)
-        for each in report.examples
-    ]
+    lines = [one_line(f"left out {each}", 240) for each in report.examples]
     if report.num_examples > len(report.examples):
         lines.append(f"... and {report.num_examples - len(report.examples)} more, listed in {report.log}")
     if report.left_out:
@@ -56,9 +53,7 @@ def passage_summary(report: PassageReport) -> str:
         lines.append(f"{report.num_copies} passages left out as near copies")
     least, median, largest = report.tokens
     sizes = f"{least} to {largest} tokens, median {median}"
-    return "\n".join(
-        [
-            *lines,
-            f"wrote {report.num_passages} passages of {report.num_documents} documents to {report.output}: {sizes}",
-        ]
+    lines.append(
+        f"wrote {report.num_passages} passages of {report.num_documents} documents to {report.output}: {sizes}"
     )
+    return "\n".join(lines)

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from embeddings import figures
 from embeddings.common import TextSettings
-from embeddings.common.errors import program
+from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import write_json
 from embeddings.common.process import trim_malloc, tune_malloc
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
-from embeddings.data.docstrings import prepare_docstrings
+from embeddings.data.docstrings import prepare_docstring_test, prepare_docstrings
 from embeddings.data.store import open_cached
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics, score_retrieval
 from embeddings.inference import BM25, Encoder, search_top_k
@@ -135,12 +135,19 @@ def score_table(results: dict[str, Any]) -> str:
     return format_table(rows)
 
 
-def docstrings(output: Path = Path("data/docstrings"), force: bool = False, max_rows: int | None = None) -> None:
+def docstrings(
+    output: Path = Path("data/docstrings"), force: bool = False, max_rows: int | None = None, test_only: bool = False
+) -> None:
     """Build a training corpus of query-document pairs from the functions of installed packages.
 
     Args:
         output: The folder to write; a finished corpus of the same inputs is reused.
         force: Whether to rebuild a finished corpus.
         max_rows: Maximum number of training pairs, sampled evenly; evaluation folders are not limited.
+        test_only: Whether to write only `docstrings`, an evaluation folder of 200 queries and 500 functions.
     """
+    if test_only:
+        refuse_given({"force": force or None, "max_rows": max_rows}, "has no effect with --test-only")
+        print(f"wrote {prepare_docstring_test(output)}")
+        return
     prepare_docstrings(output, force=force, max_rows=max_rows)

@@ -2,20 +2,24 @@
 
 import sys
 from dataclasses import asdict, dataclass
+from operator import ne
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
-from embeddings.common.io import GENERATOR, require_own_output, write_json
+from embeddings.common.io import GENERATOR, check_manifest, require_own_output, write_json
 from embeddings.common.jobs import TaskOptions
 from embeddings.common.own_folder import record_files
 from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import choose_prompt, printable
-from embeddings.evaluation import evaluate_folders, evaluate_hybrid, format_hybrid, format_results
+from embeddings.evaluation import RetrievalFolder, evaluate_folders, evaluate_hybrid, format_hybrid, format_results
+from embeddings.evaluation.folders import read_retrieval_folder
+from embeddings.evaluation.hybrid import tune_search
 from embeddings.evaluation.mteb_library import Instructions, load_mteb
 from embeddings.inference import (
+    BM25,
     Context,
     CorpusSearch,
     Encoder,
@@ -32,13 +36,16 @@ from embeddings.inference import (
     parse_devices,
 )
 from embeddings.inference.bm25 import ENGLISH, tokenizer
-from embeddings.inference.hybrid import WORDS_FOLDER
+from embeddings.inference.hybrid import WEIGHT, WORDS_FOLDER
 from embeddings.inference.search import require_multiplier, require_top_k
 from embeddings.inference.vector_folder import bytes_per_vector
 from embeddings.inference.vector_table import VectorTable, encode_table
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.ivf import INDEX_FILE
 from embeddings.models.model_files import SCORES_FILE
+
+# The weight that is chosen on queries.
+TUNE: Literal["tune"] = "tune"
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,8 @@ class HybridOptions:
 
     Args:
         hybrid: Whether BM25 scores are fused with the scores of the vectors (see `fusion`).
-        hybrid_weight: Weight of BM25 in a fused score, from 0 (vectors only) to 1 (BM25 only); default 0.2.
+        hybrid_weight: Weight of BM25 in a fused score, from 0 (vectors only) to 1 (BM25 only); default 0.2, or that of
+            the folder's BM25 index. `tune` chooses it on the queries of `evaluate`.
         fusion: `zscore` standardises both scores over the corpus, `minmax` scales those of the best documents of each
             list, `rrf` adds reciprocal ranks. Default `zscore`, or `minmax` with an index or binary vectors.
         language: Language of the texts, as PyStemmer names it, or `none` for words without stemming; default `english`,
@@ -76,18 +84,21 @@ class HybridOptions:
     """
 
     hybrid: bool = False
-    hybrid_weight: float | None = None
+    hybrid_weight: float | Literal["tune"] | None = None
     fusion: Fusion | None = None
     language: str | None = None
 
-    def rule(self, compares_all: bool = True) -> FusionRule | None:
-        """The fusion rule; None without `hybrid`."""
+    def rule(self, compares_all: bool = True, may_tune: bool = False) -> FusionRule | None:
+        """The fusion rule, with the default weight if it is to be tuned; None without `hybrid`."""
         if not self.hybrid:
             given = {"hybrid_weight": self.hybrid_weight, "fusion": self.fusion, "language": self.language}
             refuse_given(given, "needs --hybrid", "add it, or leave this out")
             return None
         tokenizer(self.chosen_language)
-        return FusionRule.of(self.fusion, self.hybrid_weight, compares_all)
+        if self.hybrid_weight == TUNE and not may_tune:
+            hint = "tune it with evaluate, or store it with index"
+            raise OptionError("hybrid_weight", TUNE, "needs queries with judgments", hint)
+        return FusionRule.of(self.fusion, WEIGHT if self.hybrid_weight == TUNE else self.hybrid_weight, compares_all)
 
     @property
     def chosen_language(self) -> str:
@@ -273,6 +284,9 @@ def index(
     seed: int | None = None,
     hybrid: bool = False,
     language: str | None = None,
+    hybrid_weight: float | Literal["tune"] | None = None,
+    model: str | None = None,
+    data: Path | None = None,
 ) -> None:
     """Build an index of an encoded folder: inverted lists for `search --index ivf`, or BM25 for `search --hybrid`.
 
@@ -287,25 +301,50 @@ def index(
         seed: Random seed of the sample on which the lists are trained; default 0.
         hybrid: Whether to build the BM25 index of the documents' words instead of inverted lists.
         language: Language of the words, as PyStemmer names it, or `none` for words without stemming; default `english`.
+        hybrid_weight: Weight of BM25 in searches of the folder that name none; default 0.2. `tune` chooses it by the
+            nDCG@10 of the queries of `data`.
+        model: The model of the vectors, for `tune`.
+        data: A retrieval folder with the documents of the vectors, in the same order, for `tune`.
     """
+    tuning = {"model": model, "data": data}
+    if hybrid_weight != TUNE:
+        refuse_given(tuning, "needs --hybrid-weight tune")
+    elif model is None or data is None:
+        raise OptionError("hybrid_weight", TUNE, "needs --model and --data", "name the model, and a retrieval folder")
     if hybrid:
         of_lists = {"num_lists": num_lists, "num_probes": num_probes, "seed": seed}
         refuse_given(of_lists, "has no effect on a BM25 index", "leave it out, or build the lists without --hybrid")
         language = ENGLISH if language is None else language
         tokenizer(language)
         folder = VectorFolder.open(vectors)
-        words = index_words(folder, language)
-        print(
-            f"wrote {folder.path / WORDS_FOLDER}: {words.num_texts} documents, {words.num_tokens} tokens of {language}"
-        )
+        words, weight = None, None if hybrid_weight == TUNE else hybrid_weight
+        if model is not None and data is not None:
+            precision = check_manifest(folder.path, {})["precision"]
+            retrieval, words = _same_documents(folder, data), BM25(folder.texts(), tokenizer(language))
+            tuned = tune_search(CorpusSearch(load_encoder(model, precision), vectors), words, retrieval)
+            weight = tuned.rule.weight
+            print(tuned)
+        words = index_words(folder, language, weight, words)
+        size = f"{words.num_texts} documents, {words.num_tokens} tokens of {language}"
+        print(f"wrote {folder.path / WORDS_FOLDER}: {size}")
         return
-    refuse_given({"language": language}, "needs --hybrid", "add it, or leave this out")
+    refuse_given({"language": language, "hybrid_weight": hybrid_weight}, "needs --hybrid", "add it, or leave this out")
     folder = VectorFolder.open(vectors)
     made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=0 if seed is None else seed)
     print(
         f"wrote {folder.path / INDEX_FILE}: {folder.num_documents} vectors in {made.num_lists} lists, "
         f"{made.num_probes} searched for a query; recall@10 {recall_of(made, folder):.3f}"
     )
+
+
+def _same_documents(vectors: VectorFolder, data: Path) -> RetrievalFolder:
+    """A retrieval folder, of which the rows of documents are those of the vectors."""
+    folder = read_retrieval_folder(data)
+    shards = map(vectors.shards.rows, range(vectors.shards.num_shards))
+    ids = (each.document_id for shard in shards for each in vectors.documents(shard))
+    if len(folder.documents) != vectors.num_documents or any(map(ne, ids, folder.document_ids)):
+        raise InputError(str(data), f"has other documents than {vectors.path}", "name a folder with the same corpus")
+    return folder
 
 
 def evaluate(
@@ -359,7 +398,7 @@ def evaluate(
         if data == []:
             raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
         refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
-        rule, roots = hybrid.rule(), data if isinstance(data, list) else [data]
+        rule, roots = hybrid.rule(may_tune=True), data if isinstance(data, list) else [data]
         if output is not None:
             require_own_output(output)
         encoder = load()
@@ -367,6 +406,7 @@ def evaluate(
             results = evaluate_folders(encoder, roots, **settings)
             rows, table = [asdict(result) for result in results], format_results(results)
         else:
+            settings["tune"] = hybrid.hybrid_weight == TUNE
             fused = evaluate_hybrid(encoder, roots, rule, hybrid.chosen_language, **settings)
             rows, table = [result.row() for result in fused], format_hybrid(fused)
         if output is not None:
@@ -376,7 +416,7 @@ def evaluate(
                 record_files(output.parent, SCORES_FILE)
         print(table)
         return
-    if hybrid.rule() is not None:
+    if hybrid.rule(may_tune=True) is not None:
         raise OptionError("hybrid", True, "needs the folders of --data", "leave it out with --tasks")
     if output is None:
         raise OptionError("output", None, "must be the folder for the tasks' results", "give --output FOLDER")

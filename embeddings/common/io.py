@@ -85,6 +85,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
+def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give a file another name, or copy it where a file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` for this process, removed on leaving."""

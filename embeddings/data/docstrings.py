@@ -153,7 +153,8 @@ def _draw(functions: list[DocumentedFunction], max_size: int, seed: int, stream:
     return [functions[row] for row in sorted(rows.tolist())]
 
 
-KIND = "docstring_corpus"
+KIND, TEST_KIND = "docstring_corpus", "docstring_test"
+TEST_DOCUMENTS, TEST_QUERIES = 500, 200
 # Increase it whenever the same sources produce different records, so that an older output is not reused.
 RECIPE = 2
 # Functions of each evaluation set, and of these the ones used as queries.
@@ -235,6 +236,30 @@ def prepare_docstrings(
         for name, part in evaluation.items():
             _write_evaluation(new / "eval" / name, part)
     return DocstringCorpus(folder, counts, reused=False)
+
+
+def prepare_docstring_test(
+    output: str | os.PathLike[str], packages: Sequence[str] = HELD_OUT_PACKAGES, seed: int = 0
+) -> Path:
+    """Write `docstrings`, a small retrieval folder of the functions of packages that every machine has.
+
+    200 first sentences search 500 functions. A finished folder is reused.
+
+    Args:
+        output: Folder to write: new, empty, or written by this function.
+        packages: Import names of the packages.
+        seed: Seed of the random choices.
+    """
+    folder = Path(os.path.abspath(output))
+    require_replaceable(folder, {"kind": TEST_KIND})
+    sources = [source for package in sorted(packages) for source in find_sources(package)]
+    inputs = {"kind": TEST_KIND, "recipe": RECIPE, "seed": seed, "input_sha256": sources_digest(sources)}
+    if finished_manifest(folder, inputs) is None:
+        documents = _draw(sorted(deduplicate(_read(sources))), TEST_DOCUMENTS, seed, "test")
+        queries = _draw(documents, TEST_QUERIES, seed, "test_queries")
+        with replaced_folder(folder, inputs) as new:
+            _write_evaluation(new / "docstrings", EvaluationSet(documents, queries))
+    return folder
 
 
 def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> list[str]:

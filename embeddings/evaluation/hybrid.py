@@ -2,26 +2,104 @@
 
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from embeddings.common.io import check_disk_space
 from embeddings.common.text import format_table
 from embeddings.evaluation.bootstrap import Difference, paired_bootstrap
-from embeddings.evaluation.folders import RetrievalFolder, query_ndcg, read_retrieval_folder, retrieval_metrics
+from embeddings.evaluation.folders import Qrels, RetrievalFolder, query_ndcg, read_retrieval_folder, retrieval_metrics
 from embeddings.evaluation.runner import CUTOFFS, EvaluationResult, Metrics, checked_folders, query_and_tiles
 from embeddings.inference.bm25 import BM25, ENGLISH, tokenizer
 from embeddings.inference.context import require_context_size, sample_context
 from embeddings.inference.encoder import Encoder, Vectors, check_widths
-from embeddings.inference.hybrid import FusionRule, fused_top_k
-from embeddings.inference.search import TopK, search_top_k
+from embeddings.inference.hybrid import WEIGHT, FusionRule, fused_top_k
+from embeddings.inference.search import CorpusSearch, TopK, search_top_k
 from embeddings.inference.vector_folder import DOCUMENT_TILE
+
+Rows = npt.NDArray[np.int64]
+# The weights of BM25 among which one is chosen.
+WEIGHTS = tuple(step / 10 for step in range(1, 10))
+
+
+class TunedWeight(NamedTuple):
+    """The fusion with the best weight on some queries, and its nDCG@10 - that of the default weight."""
+
+    rule: FusionRule
+    difference: Difference
+    num_queries: int
+
+    def __str__(self) -> str:
+        chosen = f"weight {self.rule.weight:g} of BM25, chosen on {self.num_queries} queries"
+        return f"{chosen}: nDCG@10 {self.difference} compared with weight {WEIGHT:g}"
+
+
+def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[FusionRule], Rows]) -> TunedWeight:
+    """The fusion with the weight from 0.1 to 0.9 of the highest nDCG@10; of equal ones the nearest to the default.
+
+    Args:
+        rule: The fusion.
+        qrels: The judgments of the queries, which should not be those of a test.
+        rank: Returns the documents that a fusion ranks, best first, (Q, K) rows.
+    """
+    ndcg = {weight: query_ndcg(rank(replace(rule, weight=weight)), qrels) for weight in WEIGHTS}
+    best = max(WEIGHTS, key=lambda weight: (float(ndcg[weight].mean()), -abs(weight - WEIGHT)))
+    difference = paired_bootstrap(ndcg[best], ndcg[WEIGHT])
+    return TunedWeight(replace(rule, weight=best), difference, len(ndcg[best]))
+
+
+def tune_search(searched: CorpusSearch, words: BM25, folder: RetrievalFolder) -> TunedWeight:
+    """The best weight for searching an encoded corpus, on judged queries for the same documents in the same order."""
+    query_QD = searched.query_vectors(folder.queries)
+
+    def rank(rule: FusionRule) -> Rows:
+        work: dict[str, Any] = {"tiles": searched.tiles, "nearest": searched.nearest}
+        device = searched.encoder.device
+        return fused_top_k(folder.queries, query_QD, words, min(CUTOFFS), rule, device=device, **work).index_QK
+
+    return tune_weight(FusionRule.of(compares_all=searched.compares_all), folder.qrels, rank)
+
+
+@dataclass(frozen=True)
+class FolderSearch:
+    """A retrieval folder whose documents are ranked for its queries; ties as in trec_eval.
+
+    Attributes:
+        folder: The texts and judgments.
+        query_QD: The vectors of the queries, whose inner products with those of the documents are the scores.
+        tiles: Returns the vectors of all documents in blocks.
+        device: Device that multiplies the vectors.
+    """
+
+    folder: RetrievalFolder
+    query_QD: Vectors
+    tiles: Callable[[], Iterable[Vectors]]
+    device: torch.device
+
+    def nearest(self, query_QD: Vectors, top_k: int) -> TopK:
+        return search_top_k(query_QD, self.tiles(), top_k, self.device, self.folder.tie_order_N)
+
+    def dense(self) -> Rows:
+        """The best 100 documents of each query by its vector, (Q, K)."""
+        return self.nearest(self.query_QD, max(CUTOFFS)).index_QK
+
+    def words(self, words: BM25) -> Rows:
+        """The best 100 documents of each query by BM25, (Q, K)."""
+        return words.search(self.folder.queries, max(CUTOFFS), self.folder.tie_order_N)[0]
+
+    def fused(self, words: BM25, rule: FusionRule) -> Rows:
+        """The best 100 documents of each query by both, (Q, K)."""
+        work: dict[str, Any] = {"tiles": self.tiles, "nearest": self.nearest, "device": self.device}
+        work["tie_order_N"] = self.folder.tie_order_N
+        return fused_top_k(self.folder.queries, self.query_QD, words, max(CUTOFFS), rule, **work).index_QK
 
 
 @dataclass(frozen=True)
@@ -35,6 +113,7 @@ class HybridResult:
         difference: nDCG@10 of hybrid - dense with its 95 % interval over the queries.
         rule: How scores were fused.
         language: Language of the tokens of BM25.
+        tuned: How the weight was chosen, if it was.
     """
 
     dense: EvaluationResult
@@ -43,11 +122,13 @@ class HybridResult:
     difference: Difference
     rule: FusionRule
     language: str
+    tuned: TunedWeight | None = None
 
     def row(self) -> dict[str, Any]:
         """The result as `evaluate --output` writes it: that of the dense search, and `hybrid` with all else."""
         difference = {"metric": "ndcg_at_10", **self.difference._asdict()}
         other = {"bm25": self.bm25, "metrics": self.hybrid, "difference": difference, "language": self.language}
+        other |= {} if self.tuned is None else {"tuned": self.tuned.difference._asdict()}
         return {**asdict(self.dense), "hybrid": {**asdict(self.rule), **other}}
 
 
@@ -61,6 +142,7 @@ def evaluate_hybrid(
     context_size: int | None = None,
     context_seed: int = 0,
     widths: Sequence[int] | None = None,
+    tune: bool = False,
 ) -> list[HybridResult]:
     """The scores on every retrieval folder at or below `roots`, in order, at each of `widths`.
 
@@ -75,6 +157,7 @@ def evaluate_hybrid(
         context_size: See `evaluate_widths`.
         context_seed: See `evaluate_widths`.
         widths: Numbers of leading dimensions to compare; None for full width.
+        tune: Whether the weight is chosen on the queries of each folder, for each width.
 
     Raises:
         InputError: If a folder has data of another kind.
@@ -95,7 +178,11 @@ def evaluate_hybrid(
             encoding_seconds = time.perf_counter() - start
             for width in widths:
                 start = time.perf_counter()
-                rankings = _rankings(encoder, folder, query_QD[:, :width], document_ND[:, :width], words, rule)
+                of_width = partial(_comparable_tiles, encoder, document_ND[:, :width])
+                search = FolderSearch(folder, encoder.comparable(query_QD[:, :width]), of_width, encoder.device)
+                tuned = tune_weight(rule, folder.qrels, partial(search.fused, words)) if tune else None
+                used = rule if tuned is None else tuned.rule
+                rankings = search.dense(), search.words(words), search.fused(words, used)
                 scores = [retrieval_metrics(row_QK, folder.qrels, CUTOFFS) for row_QK in rankings]
                 dense_Q, _, hybrid_Q = (query_ndcg(row_QK, folder.qrels) for row_QK in rankings)
                 counts = {**folder.counts, "num_queries": scores[0].num_queries, "num_skipped": folder.num_skipped}
@@ -105,7 +192,7 @@ def evaluate_hybrid(
                 dense, of_words, fused = (each.metrics for each in scores)
                 result = EvaluationResult(name, folder.kind, dense, counts, seconds, width)
                 difference = paired_bootstrap(hybrid_Q, dense_Q)
-                results.append(HybridResult(result, of_words, fused, difference, rule, language))
+                results.append(HybridResult(result, of_words, fused, difference, used, language, tuned))
     return results
 
 
@@ -122,32 +209,9 @@ def _stored(tiles: Iterable[Vectors], num_rows: int, width: int) -> Iterator[Vec
         yield vector_ND
 
 
-def _rankings(
-    encoder: Encoder, folder: RetrievalFolder, query_QD: Vectors, document_ND: Vectors, words: BM25, rule: FusionRule
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The best documents by dense score, by BM25 and by both, (Q, K) rows each."""
-    query_QD, top_k, tie_order_N = encoder.comparable(query_QD), max(CUTOFFS), folder.tie_order_N
-
-    def tiles() -> Iterator[Vectors]:
-        for start in range(0, len(document_ND), DOCUMENT_TILE):
-            yield encoder.comparable(np.array(document_ND[start : start + DOCUMENT_TILE]))
-
-    def nearest(query_QD: Vectors, top_k: int) -> TopK:
-        return search_top_k(query_QD, tiles(), top_k, encoder.device, tie_order_N)
-
-    fused = fused_top_k(
-        folder.queries,
-        query_QD,
-        words,
-        top_k,
-        rule,
-        tiles=tiles,
-        nearest=nearest,
-        device=encoder.device,
-        tie_order_N=tie_order_N,
-    )
-    by_words, _ = words.search(folder.queries, top_k, tie_order_N)
-    return nearest(query_QD, top_k).index_QK, by_words, fused.index_QK
+def _comparable_tiles(encoder: Encoder, document_ND: Vectors) -> Iterator[Vectors]:
+    for start in range(0, len(document_ND), DOCUMENT_TILE):
+        yield encoder.comparable(np.array(document_ND[start : start + DOCUMENT_TILE]))
 
 
 def format_hybrid(results: Sequence[HybridResult]) -> str:
@@ -163,6 +227,8 @@ def format_hybrid(results: Sequence[HybridResult]) -> str:
         counts = (str(dense.counts[key]) for key in ("num_queries", "num_skipped"))
         rows.append((name, *values, str(result.difference), *counts, f"{dense.seconds:.1f}"))
     rule, language = results[0].rule, results[0].language
-    weight = "" if rule.fusion == "rrf" else f", weight {rule.weight:g} of BM25"
+    is_fixed = rule.fusion != "rrf" and results[0].tuned is None
+    weight = f", weight {rule.weight:g} of BM25" if is_fixed else ""
     note = f"ndcg_at_10; fusion {rule.fusion}{weight}, language {language}; 95 % bootstrap intervals over the queries"
-    return f"{format_table(rows, '<')}\n{note}"
+    tuned = [f"{row[0]}: {result.tuned}" for row, result in zip(rows[1:], results, strict=True) if result.tuned]
+    return "\n".join([format_table(rows, "<"), note, *tuned])

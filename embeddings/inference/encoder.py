@@ -223,15 +223,19 @@ class Encoder:
     ) -> Self:
         """Load the encoder of a model directory or Hub id on `device` (None: the first GPU, else the CPU)."""
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        embedder = load_embedder(model, device=device)
-        dtypes = {weight.dtype for weight in embedder.parameters()}
-        exact = resolve_precision(precision, device) in (torch.float32, torch.int8)
-        if exact or (device.type == "cpu" and torch.float16 in dtypes):
-            # Half precision would be emulated here.
-            embedder.float()
-        encoder = cls(embedder, precision=precision, **options)
+        encoder = cls.from_embedder(load_embedder(model, device=device), precision, **options)
         encoder.origin = model
         return encoder
+
+    @classmethod
+    def from_embedder(cls, embedder: Embedder, precision: Precision = "auto", **options: Any) -> Self:
+        """The encoder of a model on its device; its weights become float32 where that is needed or faster."""
+        dtypes = {weight.dtype for weight in embedder.parameters()}
+        exact = resolve_precision(precision, embedder.device) in (torch.float32, torch.int8)
+        if exact or (embedder.device.type == "cpu" and torch.float16 in dtypes):
+            # Half precision would be emulated here.
+            embedder.float()
+        return cls(embedder, precision=precision, **options)
 
     def push_to_hub(self, name: str, **options: Any) -> PushedModel:
         """Upload the model's directory, or the model with a model card, to the Hub repository `OWNER/NAME`."""

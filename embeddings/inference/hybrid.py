@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import Stemmer
 import torch
 
 from embeddings.common.errors import InputError, OptionError, program
-from embeddings.common.io import MANIFEST, check_file_manifest, file_hash
+from embeddings.common.io import MANIFEST, check_file_manifest, file_hash, read_json_or_empty
 from embeddings.common.own_folder import replaced_folder
 from embeddings.inference.bm25 import BM25, ENGLISH, tokenizer
 from embeddings.inference.search import QUERY_TILE, CorpusSearch, Hit, NearestRows, TopK, require_top_k
@@ -200,15 +200,21 @@ def _largest(score_N: Floats, rank_N: Rows, top_k: int) -> Rows:
     return best_K
 
 
-def index_words(folder: VectorFolder, language: str = ENGLISH) -> BM25:
+def index_words(
+    folder: VectorFolder, language: str = ENGLISH, weight: float | None = None, index: BM25 | None = None
+) -> BM25:
     """Build the BM25 index of a folder's documents, in its subfolder `words`; an existing one is replaced.
 
     Args:
         folder: Output of `encode_corpus`.
         language: Language of the documents and queries (see `bm25.tokenizer`).
+        weight: Weight of BM25 in searches of the folder that name none; None for 0.2.
+        index: The index of these texts, if there is one.
     """
-    index = BM25(folder.texts(), tokenizer(language))
-    fields = {**_expected(folder), "language": language, "num_documents": folder.num_documents}
+    FusionRule.of(weight=weight)
+    index = BM25(folder.texts(), tokenizer(language)) if index is None else index
+    fields: dict[str, Any] = {**_expected(folder), "language": language, "num_documents": folder.num_documents}
+    fields |= {} if weight is None else {"weight": weight}
     with replaced_folder(folder.path / WORDS_FOLDER, fields) as new:
         index.write(new)
     return index
@@ -248,7 +254,7 @@ class HybridSearch:
 
     Args:
         searched: The corpus with its vectors. A folder must have a BM25 index (`index_words`); for a file it is built.
-        weight: Weight of BM25, from 0 to 1; None for 0.2.
+        weight: Weight of BM25, from 0 to 1; None for that of the folder's index, or 0.2.
         fusion: How scores are fused (see `FusionRule`); None for `zscore`, or `minmax` with an index or binary vectors.
         language: Language of the texts (see `bm25.tokenizer`); None for English, or for that of the folder's index.
     """
@@ -261,12 +267,14 @@ class HybridSearch:
         fusion: Fusion | None = None,
         language: str | None = None,
     ) -> None:
-        self.rule = FusionRule.of(fusion, weight, searched.compares_all)
-        self._searched = searched
         if searched.folder is not None:
             self._words = open_words(searched.folder, language)
+            if weight is None and fusion != "rrf":
+                weight = read_json_or_empty(searched.folder.path / WORDS_FOLDER / MANIFEST).get("weight")
         else:
             self._words = BM25(searched.texts(), tokenizer(ENGLISH if language is None else language))
+        self.rule = FusionRule.of(fusion, weight, searched.compares_all)
+        self._searched = searched
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
         """At most `top_k` documents with the largest fused scores for each query, best first."""

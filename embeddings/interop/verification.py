@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from embeddings.common import TokenBatch, UserError
 from embeddings.common.errors import shown
 from embeddings.common.text import TextRole, TextSettings
+from embeddings.common.types import PaddedTokens
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import Encoder, Vectors, unit_rows
 from embeddings.interop.answers import Ask, RefusedError
@@ -43,6 +45,8 @@ _MAX_ROUNDING, _SAME_ROUNDING = 0.03, 4.0
 _NO_ERROR = 3e-8
 # Tolerated relative difference of the lengths of vectors.
 _LENGTH_TOLERANCE = 0.01
+# Changes of the model that are combined with every other one.
+_LIKELIEST = 3
 _PLAIN_POOLINGS = ("mean", "cls", "last_token", "weighted_mean")
 _COMMON_PROMPTS = ("query: ", "passage: ", "search_query: ", "search_document: ")
 _LIMITS = (8, 16, 32, 64, 100, 126, 127, 128, 254, 255, 256, 384, 510, 511, 512, 514, 768)
@@ -227,7 +231,8 @@ class _Search:
         others = [place for place in range(len(self.texts)) if place not in failing]
         is_by_length = bool(others) and length_N[failing].min() >= length_N[others].max()
         if self._is_right_alone(role, failing):
-            return "padding: texts are right alone and wrong in a batch; check the padding side and the attention mask"
+            found = self._best(role, failing, self._paddings(role))
+            return found or "padding: texts are right alone and wrong in a batch; check the attention mask"
         if is_by_length:
             found = self._best(role, failing, self._truncations(role))
             if found is not None:
@@ -237,7 +242,8 @@ class _Search:
             limit = self.encoder.embedder.text.max_length(role)
             return f"truncation: only the texts at or beyond the limit of {limit} tokens differ"
         every = [place for place, kind in enumerate(self.kinds) if kind not in _LONG]
-        return self._best(role, every, self._hypotheses(role)) or self._rounding(role, every)
+        found = self._best(role, every, self._hypotheses(role)) or self._rounding(role, every)
+        return found or self._best(role, every, self._pairs(role, every))
 
     def _is_right_alone(self, role: TextRole, failing: list[int]) -> bool:
         """Whether the shortest text that differs is right in a request of its own."""
@@ -328,11 +334,27 @@ class _Search:
         if self._has_variants:
             yield from self._masks(role)
 
+    def _pairs(self, role: TextRole, places: list[int]) -> Iterator[tuple[str, Compute]]:
+        """Two changes at once: each of the likeliest changes of the model, with any other."""
+        chosen = places[:: max(1, len(places) // 3)]
+        texts, answer_nD = [self.texts[place] for place in chosen], self.answers[role][chosen]
+        likely = list[tuple[float, str, _Variant]]()
+        for cause, compute in self._hypotheses(role):
+            if isinstance(compute, _Variant):
+                likely.append((float(_cosines(compute(texts), answer_nD).mean()), cause, compute))
+        for _, cause, compute in sorted(likely, key=lambda each: -each[0])[:_LIKELIEST]:
+            other = copy.copy(self)
+            other.encoder = compute.encoder()
+            for second, both in other._hypotheses(role):
+                yield f"{cause}; and {second}", both
+
     def _prompts(self, role: TextRole) -> Iterator[tuple[str, Compute]]:
         encode, text = partial(self.encoder.encode, role=role), self.encoder.embedder.text
         own = text.prompt(None, role)
         if own:
-            yield f"missing prompt: texts do not start with {own!r}", partial(encode, prompt="")
+            line = f"missing prompt: texts do not start with {own!r}"
+            bare_text = replace(text, prompts={**text.prompts, role: ""})
+            yield line, self._encode(role, text=bare_text) if self._has_variants else partial(encode, prompt="")
 
             def doubled(texts: Sequence[str], first: str, prompt: str) -> Vectors:
                 return encode([first + each for each in texts], prompt=prompt)
@@ -479,8 +501,44 @@ class _Search:
 
         yield "truncation: long texts lose their end token", without_end
 
-    def _encode(self, role: TextRole, **changes: Any) -> Compute:
-        return lambda texts: self._variant(**changes).encode(texts, role=role)
+    def _paddings(self, role: TextRole) -> Iterator[tuple[str, Compute]]:
+        """Padding of a request's texts on the left, and pooling of the last position, which may be padding."""
+        if not self._has_variants:
+            return
+        embedder = self.encoder.embedder
+        rows_of = {text: next(_rows(self._tokenizer(embedder)([text], role))) for text in self.texts}
+        longest = max(len(ids) for ids, _ in rows_of.values())
+
+        def padded(texts: Sequence[str], on_left: bool) -> Vectors:
+            rows = []
+            for ids, mask in map(rows_of.__getitem__, texts):
+                num_pads, ones = longest - len(ids), [True] * len(ids)
+                pads, gaps = [embedder.pad_token_id] * num_pads, [False] * num_pads
+                last = [False] * (longest - 1) + [True]
+                rows.append((pads + ids, gaps + ones, gaps + mask) if on_left else (ids + pads, ones + gaps, last))
+            tensors = (torch.tensor(column, device=embedder.device) for column in zip(*rows, strict=True))
+            with torch.no_grad():
+                vector_ND: Vectors = embedder(PaddedTokens(*tensors)).float().cpu().numpy()
+            return vector_ND
+
+        yield "padding side: texts are padded on the left, which shifts their positions", partial(padded, on_left=True)
+        if pooling_name(embedder.pooling) == "last_token":
+            line = "padding side: the last position is pooled, which is padding on the right of shorter texts"
+            yield line, partial(padded, on_left=False)
+
+    def _encode(self, role: TextRole, **changes: Any) -> "_Variant":
+        return _Variant(partial(self._variant, **changes), role)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """Computes vectors by the model with other parts."""
+
+    encoder: Callable[[], Encoder]
+    role: TextRole
+
+    def __call__(self, texts: Sequence[str]) -> Vectors:
+        return self.encoder().encode(texts, role=self.role)
 
 
 def _rows(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:

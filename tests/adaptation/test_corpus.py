@@ -62,7 +62,7 @@ def test_passages_are_a_corpus(write):
         ("p000003", "t.jsonl", "r1", "Row"),
         ("p000004", "t.jsonl", "t.jsonl#2", ""),
     ]
-    assert [row.get("links") for row in found] == [[["to b", "sub/b.md"]], [["up", "a.md"]], None, None, None]
+    assert [row.get("links") for row in found] == [[["to b", "sub/b.md#part"]], [["up", "a.md"]], None, None, None]
     assert [row["position"] for row in found] == [3, 3, 0, 0, 0]
     documents = list(read_corpus(report.output))
     assert [document.document_id for document in documents] == [row["_id"] for row in found]

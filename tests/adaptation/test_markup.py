@@ -1,7 +1,8 @@
 """The blocks of Markdown, HTML, reStructuredText, plain text and source code, with expectations written by hand."""
 
-from embeddings.adaptation.markup import read_html, read_markdown, read_rst, read_text
-from embeddings.adaptation.source_code import read_code, read_python
+import pytest
+
+from embeddings.adaptation.markup import read_code, read_html, read_markdown, read_python, read_rst, read_text
 
 
 def parts(document):
@@ -245,3 +246,20 @@ def test_code_becomes_parts_without_indentation_under_their_first_line():
         ("src/add.c > int add(int a, int b)", CODE.partition("\n\n")[2].partition("\n\nstatic")[0]),
         ("src/add.c", "static int zero;"),
     ]
+
+
+def test_a_page_that_is_nested_too_deeply_is_damaged_and_others_are_whole():
+    assert parts(read_html(f"{'<div>' * 500}deep{'</div>' * 500}<p>after")) == [("", "deep"), ("", "after")]
+    with pytest.raises(ValueError, match="Excessive depth"):
+        read_html(f"<p>before</p>{'<div>' * 5000}deep{'</div>' * 5000}<p>after")
+    # What one block of HTML leaves open does not swallow the rest of the Markdown.
+    assert parts(read_markdown("Use <select> here.\n\n<div><svg><main hidden>\n\nAfter<br>it.")) == [
+        ("", "Use here."),
+        ("", "After\nit."),
+    ]
+
+
+def test_cells_and_numbers_of_pages_keep_their_places():
+    html = "<table><tr><td></td><td>b</td></tr></table><ol start=5><li>five<li>six<ul><li>inner</ul></ol>"
+    assert parts(read_html(html)) == [("", " | b"), ("", "5. five\n6. six\n  - inner")]
+    assert parts(read_markdown("|   | b |\n|---|---|\n| c |   |")) == [("", " | b\nc |")]

@@ -5,9 +5,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from embeddings.adaptation.markup import read_markdown, read_text
+from embeddings.adaptation.markup import read_code, read_markdown, read_python, read_text
 from embeddings.adaptation.passages import Splitter, TokenCounter, best_cuts, line_starts, sentence_starts
-from embeddings.adaptation.source_code import read_code, read_python
 from embeddings.common import TextSettings
 from embeddings.common.errors import OptionError
 from tests.helpers.refusals import refused

@@ -3,19 +3,17 @@
 import html.parser
 import json
 import shutil
-from functools import wraps
 
 import numpy as np
 import pytest
 
 from embeddings.adaptation import compare, format_verdict, rank_queries, recommend
 from embeddings.adaptation import verdict as module
-from embeddings.adaptation.report import card_section, changed_queries, next_steps, write_verdict_page
-from embeddings.adaptation.verdict import General
-from embeddings.cli.main import Command, main
+from embeddings.adaptation.report import changed_queries, write_verdict_page
+from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.common.io import GENERATOR
-from embeddings.evaluation import Difference, evaluate_folder, evaluate_hybrid, paired_bootstrap, spearman
+from embeddings.evaluation import evaluate_folder, evaluate_hybrid, paired_bootstrap, spearman
 from embeddings.evaluation.bootstrap import bootstrap
 from embeddings.inference import Encoder
 from embeddings.models.model_card import add_section
@@ -43,7 +41,7 @@ def verdict(world):
     """A comparison on the large set, with both kinds of general data."""
     start, trained = str(world / "start"), str(world / "trained")
     others = [world / "small", world / "pairs"]
-    return compare(start, [trained], [world / "large"], world / "out", general=others, **OPTIONS)
+    return compare(start, [trained], [world / "large"], world / "out" / "vectors", general=others, **OPTIONS)
 
 
 def test_the_scores_are_those_of_evaluate(world, verdict):
@@ -156,7 +154,6 @@ def test_groups_are_by_kind_of_query_and_only_real_ones_decide(world, tmp_path):
     table = format_verdict(found)
     assert "small: 4 queries, real" in table
     assert "forgetting: not measured; name data of other domains with --general" in table
-    assert any("Collect at least 50 queries" in step.sentence for step in next_steps(found))
 
 
 def test_without_real_queries_nothing_is_recommended(world, tmp_path):
@@ -298,15 +295,16 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_report_is_one_closed_page_with_intervals_and_changed_queries(world, verdict, tmp_path):
-    pictures = [{"data": "iVBORw0KGgo=", "caption": "<learning & curve>"}]
-    write_verdict_page(verdict, tmp_path / "report.html", pictures)
+    write_verdict_page(verdict, tmp_path / "report.html", ([1, 2, 5], [2.0, 1.5, 1.0]))
     text = (tmp_path / "report.html").read_text()
     page = Page()
     page.feed(text)
     assert page.open == []
-    assert page.links == ["data:image/png;base64,iVBORw0KGgo="]
+    assert page.links == []
+    # From left to right and from top to bottom: the loss halves, a quarter of the steps after another.
+    assert '<polyline points="10.0,10.0 145.0,70.0 550.0,130.0"' in text
+    assert "loss 2.000 to 1.000" in text
     assert "script" not in page.seen
-    assert "&lt;learning &amp; curve&gt;" in text
     assert page.seen.count("circle") == 5
     words = " ".join(page.words)
     for group in verdict.groups:
@@ -333,10 +331,7 @@ def test_the_report_is_one_closed_page_with_intervals_and_changed_queries(world,
 
 def test_the_verdict_is_a_section_of_a_card(world, verdict, tmp_path):
     shutil.copytree(world / "start", tmp_path / "model")
-    text = card_section(verdict)
-    for group in verdict.groups:
-        assert f"| hybrid | {group.scores['hybrid'].metrics['ndcg_at_10']:.3f} |" in text
-    assert "Forgetting on pairs, 4 rows" in text
+    text = f"```text\n{format_verdict(verdict)}\n```"
     before = (tmp_path / "model" / "README.md").read_text()
     for content in ("old\n\nlines", text):
         assert add_section(tmp_path / "model", "Verdict", content)
@@ -348,42 +343,6 @@ def test_the_verdict_is_a_section_of_a_card(world, verdict, tmp_path):
     (tmp_path / "model" / "README.md").write_text("mine")
     assert not add_section(tmp_path / "model", "Verdict", text)
     assert (tmp_path / "model" / "README.md").read_text() == "mine"
-
-
-def test_next_steps_are_commands_that_parse(verdict, monkeypatch):
-    def steps(variant, **changes):
-        monkeypatch.setitem(
-            verdict.__dict__, "recommendation", module.Recommendation(variant, variant, 60, None, {}, [])
-        )
-        for name, value in changes.items():
-            monkeypatch.setitem(verdict.__dict__, name, value)
-        return next_steps(verdict)
-
-    expected = {
-        "start": [],
-        "hybrid": ["encode", "index", "search"],
-        "whitened": ["encode", "whiten"],
-        "trained": [],
-        "trained + hybrid": ["encode", "index", "search"],
-    }
-    called = []
-    load = Command.load
-
-    def loaded(command):
-        return wraps(load(command))(lambda **arguments: called.append(command.target.rpartition(":")[2]))
-
-    monkeypatch.setattr(Command, "load", loaded)
-    worse = General("other", "ndcg_at_10", 9, {}, {"trained": Difference(-0.2, -0.3, -0.1)})
-    for general, more in (([], ["docstrings"]), ([worse], [])):
-        for variant, commands in expected.items():
-            found = steps(variant, general=general)
-            for step in found:
-                for line in step.commands:
-                    assert main(line.removeprefix("python main.py ").removeprefix("embeddings ").split()) == 0
-            assert called == commands + more + ["interpolate"] * (bool(general) and "trained" in variant)
-            called.clear()
-            model = verdict.models["trained" if "trained" in variant else "start"]
-            assert variant == "whitened" or found[0].sentence == f"Use the model {model}."
 
 
 def test_bad_input_is_one_line_and_writes_nothing(world, tmp_path, capsys):
@@ -410,7 +369,7 @@ def test_bad_input_is_one_line_and_writes_nothing(world, tmp_path, capsys):
 
 def test_an_interrupted_comparison_resumes(world, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr(module, "dense_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(module, "searched", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(command(world, out)) == 130
     monkeypatch.undo()
     assert not (out / "verdict.json").exists()
@@ -433,10 +392,26 @@ def test_the_change_of_a_rank_correlation_is_that_of_spearman():
 def test_queries_without_judgments_are_ranked_as_those_with(world, verdict, tmp_path):
     test, ranked = verdict.tests[0], verdict.ranked[0]
     texts = dict(zip(test.folder.query_ids, test.folder.queries, strict=True))
-    models = str(world / "start"), [str(world / "trained")]
-    found = rank_queries(*models, world / "large" / "corpus.jsonl", texts, tmp_path / "out", **OPTIONS)
+    models, corpus = (str(world / "start"), [str(world / "trained")]), world / "large" / "corpus.jsonl"
+    found = rank_queries(*models, corpus, texts, tmp_path / "out", **OPTIONS)
     assert list(found) == list(ranked)
-    for name, rows in found.items():
-        wanted = [[test.folder.document_ids[place] for place in row_K] for row_K in ranked[name].first_QK.tolist()]
-        assert rows == wanted
-    assert found["start"] != found["hybrid"]
+    for name, row_QK in found.items():
+        np.testing.assert_array_equal(row_QK, ranked[name].first_QK)
+    assert (found["start"] != found["hybrid"]).any()
+
+
+def test_the_weight_of_bm25_is_chosen_for_each_model_on_other_queries(world, tmp_path, capsys):
+    validation = write_test_set(tmp_path / "validation", seed=5)
+    line = command(world, tmp_path / "out", "--hybrid-weight", "tune")
+    assert_refused(capsys, tmp_path, "hybrid_weight must be tune exactly with --validation", main, line)
+    assert main([*line, "--validation", str(validation)]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    for label in ("start", "trained"):
+        encoder = Encoder.from_pretrained(str(world / label), precision="float32")
+        (tuned,) = evaluate_hybrid(encoder, [validation], tune=True)
+        assert written["fusion"][label]["weight"] == tuned.rule.weight
+        assert f"{label}: {tuned.tuned}" in printed
+        (wanted,) = evaluate_hybrid(encoder, [world / "large"], tuned.rule)
+        found = written["groups"][0]["scores"]["hybrid" if label == "start" else "trained + hybrid"]["metrics"]
+        assert found["ndcg_at_10"] == pytest.approx(wanted.hybrid["ndcg_at_10"], abs=1e-9)

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -47,21 +48,26 @@ def documents():
 
 
 def run(model, *options):
-    return main(["adapt", "docs", "--output", "mine", "--model", model, *options])
+    return main(["adapt", "docs", "--output", "mine", "--model", model, "--general", "[]", *options])
 
 
 def steps(printed):
     return [line.split()[3] for line in printed.splitlines() if line.startswith("[")]
 
 
-ALL = ["passages", "queries", "mine", "fit", "interpolate", "compare", "encode", "index"]
+ALL = ["passages", "queries", "mine", "fit", "interpolate", "compare", "encode", "encode", "index"]
 
 
 def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(documents, model, capsys, monkeypatch):
     monkeypatch.setattr(adapt, "MAX_STEPS", 2)
-    assert run(model) == 0
+    line = ["adapt", "docs", "--output", "mine", "--model", model]
+    assert main(line) == 0
     printed = capsys.readouterr().out
-    assert steps(printed) == ALL
+    # Functions of installed packages show what was forgotten.
+    assert steps(printed) == [*ALL[:5], "prepare", *ALL[5:]]
+    (general,) = json.loads(Path("mine/verdict/verdict.json").read_text())["general"]
+    assert (general["data"], general["num_rows"]) == ("general/docstrings", 200)
+    assert set(general["differences"]) >= {"trained"}
     assert "Not measured on your queries" in printed
     config = yaml.safe_load(Path("mine/train.yaml").read_text())
     assert config["trainer"]["max_steps"] == 2
@@ -78,6 +84,13 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]["variant"] == "start"
     assert printed.splitlines()[-2].startswith("search: ")
     assert f"search --model {model} --corpus mine/vectors" in printed
+    table = pq.read_table("mine/passages.parquet")
+    assert table.column_names == ["id", "title", "text", "metadata", "vector"]
+    assert table["id"].to_pylist() == list(rows)
+    assert not Path("mine/passages.parquet.work").exists()
+    # A model encodes the passages once, and those of the pseudo test once.
+    assert len(list(Path("mine/encoded").iterdir())) == 2 * 2 + 2
+    assert "<polyline" in Path("mine/verdict/report.html").read_text()
     labels = read_rows(Path("mine/label_me.jsonl"))
     assert 0 < len(labels) <= 100
     assert all(row["relevant"] is None and row["passage"] in rows for row in labels)
@@ -122,12 +135,12 @@ def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch
 
     monkeypatch.setattr(adapt, "run_step", interrupted)
     with pytest.raises(RuntimeError, match="killed"):
-        adapt.adapt(Path("docs"), Path("mine"), model)
+        adapt.adapt(Path("docs"), Path("mine"), model, general=[])
     weights = Path("mine/trained/model.safetensors").stat()
     # Documents that changed since are not read: the rest of the run is that of the first.
     Path("docs", "new.md").write_text("# New\n\nAnother page of the documents. It has two sentences.")
     capsys.readouterr()
-    adapt.adapt(Path("docs"), Path("mine"), model)
+    adapt.adapt(Path("docs"), Path("mine"), model, general=[])
     assert calls == [*ALL[:6], *(name for name in ALL if name not in ("passages", "fit", "interpolate"))]
     printed = capsys.readouterr().out
     assert steps(printed) == ALL
@@ -141,8 +154,12 @@ def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monk
     monkeypatch.setattr(adapt, "MAX_STEPS", 2)
     log = [{"query": row["text"].split(".")[0], "file": row["document"]} for row in documents[:80]]
     write_rows(Path("log.jsonl"), log)
-    assert run(model, "--queries", "log.jsonl") == 0
+    # Another method trains by a copy of the config with its module.
+    config = adapt.CONFIG.read_text().replace("NVEmbedModule", "MGHCurriculumModule")
+    Path("mgh.yaml").write_text(config)
+    assert run(model, "--queries", "log.jsonl", "--training", "mgh.yaml") == 0
     printed = capsys.readouterr().out
+    assert "MGHCurriculumModule" in Path("mine/train.yaml").read_text()
     assert "--data mine/queries/validation" in printed
     verdict = json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]
     assert verdict["num_real_queries"] >= 50
@@ -179,11 +196,13 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
         if argv[0] == "queries":
             for name in ("evaluation", "validation"):
                 Path("mine/queries", name).mkdir(parents=True)
+            write_rows(Path("mine/queries/validation/queries.jsonl"), [{}] * 50)
             Path("mine/queries/pairs.jsonl").write_text("{}\n" * 100)
         if argv[0] == "compare":
             Path("mine/verdict").mkdir()
             decision = {"variant": variant, "num_real_queries": 60}
-            Path("mine/verdict/verdict.json").write_text(json.dumps({"recommendation": decision}))
+            fusion = {"start": {"weight": 0.4}, "trained": {"weight": 0.3}}
+            Path("mine/verdict/verdict.json").write_text(json.dumps({"recommendation": decision, "fusion": fusion}))
             Path("mine/verdict/verdict.md").write_text("the verdict\n")
 
     monkeypatch.setattr(adapt, "run_step", stand_in)
@@ -191,17 +210,22 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
     encoded = next(argv for argv in calls if argv[0] == "encode" and argv[argv.index("--output") + 1] == "mine/vectors")
     expected = model if served == "START" else served
     assert encoded[encoded.index("--model") + 1] == expected
+    # The weight of BM25 is chosen on the validation queries, and stored with the index.
+    (compared,) = (argv for argv in calls if argv[0] == "compare")
+    assert "--validation mine/queries/validation --hybrid-weight tune" in " ".join(compared)
+    assert calls[-1][0] == "index"
+    assert calls[-1][-1] == ("0.3" if "trained" in variant else "0.4")
     line = shlex.split(capsys.readouterr().out.split("search: ")[1].splitlines()[0])
     assert line[line.index("--model") + 1] == expected
     assert ("--hybrid" in line) == is_hybrid
-    assert adapt.recommended(Path("absent.json")) == ("start", False)
+    assert adapt.recommended(Path("absent.json")) == ("start", False, 0.2)
 
 
 def test_few_passages_are_compared_without_training(model, capsys):
     write_documents(10)
     assert run(model) == 0
     printed = capsys.readouterr().out
-    assert steps(printed) == ["passages", "queries", "compare", "encode", "index"]
+    assert steps(printed) == ["passages", "queries", "compare", "encode", "encode", "index"]
     assert "too few to train on" in printed
 
 
@@ -243,9 +267,9 @@ def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     monkeypatch.setattr(adapt, "MIN_PASSAGES", 50)
     scored = []
 
-    def path_scores(start, trained, folder, work, *, shares, **options):
-        scored.append((Path(trained).name, tuple(shares)))
-        best = 0.6 if trained.endswith("-model") and is_better else 0.5
+    def path_scores(path, test, vectors, shares, precision):
+        scored.append(tuple(shares))
+        best = 0.6 if len(scored) == 2 and is_better else 0.5
         return {share: best if share == 0.25 else 0.4 for share in shares}
 
     monkeypatch.setattr("embeddings.cli.compare.path_scores", path_scores)
@@ -255,7 +279,7 @@ def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     printed = capsys.readouterr().out
     assert steps(printed) == [*ALL[:2], "mine", "fit", "mine", "fit", *ALL[4:]]
     # The start is scored once; of equal models the one without a language model is written.
-    assert scored == [("trained", (0, 0.25, 0.5, 0.75, 1)), ("trained-model", (0.25, 0.5, 0.75, 1))]
+    assert scored == [(0, 0.25, 0.5, 0.75, 1), (0.25, 0.5, 0.75, 1)]
     chosen = "trained-model" if is_better else "trained"
     assert f"0.25 of the way from {model} to mine/{chosen}\n" in printed
     first, second = (yaml.safe_load(Path(f"mine/train{name}.yaml").read_text()) for name in ("", "-model"))

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -399,3 +400,30 @@ def test_an_impossible_hybrid_search_is_reported_in_one_line(argv, says, model, 
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     write_similarity(tmp_path / "similarity")
     assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
+
+
+def test_an_index_stores_the_weight_of_its_searches(world, capsys):
+    model, corpus, vectors = world
+    data, index = str(Path(corpus).parent), ["index", "--vectors", vectors, "--hybrid"]
+
+    def search(*options):
+        line = ["search", "--model", model, "--corpus", vectors, *FLOAT32, "--hybrid", *options, "quick fox"]
+        return lines_of(capsys, *line)
+
+    lines_of(capsys, *index, "--hybrid-weight", "1")
+    stored = search()
+    assert stored == search("--hybrid-weight", "1")
+    lines_of(capsys, *index)
+    assert search() == search("--hybrid-weight", "0.2")
+    assert search() != stored
+    said, _ = lines_of(capsys, *index, "--hybrid-weight", "tune", "--model", model, "--data", data)
+    weight = json.loads(Path(vectors, "words", "manifest.json").read_text())["weight"]
+    assert said.startswith(f"weight {weight:g} of BM25, chosen on ")
+    evaluate = ["evaluate", "--model", model, "--data", data, *FLOAT32, "--hybrid", "--hybrid-weight", "tune"]
+    assert lines_of(capsys, *evaluate)[-1].endswith(said)
+    message = error_of(capsys, "search", "--model", model, "--corpus", vectors, "--hybrid", *evaluate[-2:], "fox")
+    assert "hybrid_weight needs queries with judgments" in message
+    assert "needs --model and --data" in error_of(capsys, *index, "--hybrid-weight", "tune")
+    other = str(write_retrieval(Path(vectors).parent / "other"))
+    tune = [*index, "--hybrid-weight", "tune", "--model", model, "--data", other]
+    assert "has other documents than" in error_of(capsys, *tune)

@@ -10,6 +10,7 @@ from embeddings.evaluation import hybrid as module
 from embeddings.evaluation.folders import query_ndcg, read_retrieval_folder
 from embeddings.inference import BM25, CorpusSearch, Encoder, FusionRule, HybridSearch
 from embeddings.inference.bm25 import tokenizer
+from tests.adaptation.data import write_test_set
 from tests.evaluation.data import write_retrieval, write_similarity
 from tests.evaluation.test_folders import by_hand
 from tests.helpers.refusals import refused
@@ -99,3 +100,20 @@ def test_data_of_another_kind_is_refused_before_anything_is_encoded(encoder, tmp
     write_similarity(tmp_path / "b")
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before all was read"))
     refused(InputError, "b: has sts data, not retrieval data", evaluate_hybrid, encoder, [tmp_path])
+
+
+def test_the_tuned_weight_is_the_best_of_all(encoder, tmp_path):
+    path = write_test_set(tmp_path / "data")
+    (found,) = evaluate_hybrid(encoder, [path], tune=True)
+    score_of = {}
+    for weight in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        (each,) = evaluate_hybrid(encoder, [path], FusionRule(weight=weight))
+        score_of[weight] = each.hybrid["ndcg_at_10"]
+    best = max(score_of.values())
+    assert min(score_of.values()) < best
+    assert found.hybrid["ndcg_at_10"] == pytest.approx(best)
+    equal = [weight for weight, score in score_of.items() if score == pytest.approx(best)]
+    assert found.rule.weight == min(equal, key=lambda weight: abs(weight - 0.2))
+    assert found.tuned.difference.mean == pytest.approx(best - score_of[0.2])
+    assert str(found.tuned) in format_hybrid([found])
+    assert found.row()["hybrid"]["tuned"]["mean"] == found.tuned.difference.mean

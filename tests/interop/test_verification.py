@@ -55,6 +55,7 @@ class Served:
     dtype: Any = torch.float32
     change_text: Any = None
     ignores_mask: bool = False
+    side: str = ""  # where shorter texts of a request are padded
     width: int | None = None
     most_tokens: int | None = None  # longer texts are refused
 
@@ -67,9 +68,12 @@ class Served:
             return Answer(status=413, body=json.dumps({"error": "Input is too long", "error_type": "x"}).encode())
         longest = max(len(ids) for ids, _ in all_ids)
         for ids, first in all_ids:
-            padding = longest - len(ids) if self.ignores_mask else 0
-            padded = torch.tensor([ids + [embedder.pad_token_id] * padding])
-            state_LH = backbone(input_ids=padded, attention_mask=torch.ones_like(padded)).last_hidden_state[0]
+            padding = longest - len(ids) if self.ignores_mask or self.side else 0
+            pads, ones = [embedder.pad_token_id] * padding, [1] * len(ids)
+            gaps = [int(self.ignores_mask)] * padding
+            padded, mask = (pads + ids, gaps + ones) if self.side == "left" else (ids + pads, ones + gaps)
+            inputs = {"input_ids": torch.tensor([padded]), "attention_mask": torch.tensor([mask])}
+            state_LH = backbone(**inputs).last_hidden_state[0][padding if self.side == "left" else 0 :]
             weights = {"mean": torch.ones(len(state_LH)), "weighted_mean": torch.arange(1.0, len(state_LH) + 1)}
             for kind, place in (("cls", 0), ("last_token", -1)):
                 weights[kind] = torch.zeros(len(state_LH))
@@ -253,6 +257,7 @@ MUTATIONS = {
     "cut without EOS": ({"cuts_end_token": True}, "truncation: long texts lose their end token"),
     "lengths": ({"normalize": False}, "normalisation: the vectors have lengths "),
     "padding": ({"ignores_mask": True}, "padding: texts are right alone and wrong in a batch"),
+    "left padding": ({"side": "left"}, "padding side: texts are padded on the left, which shifts their positions"),
     "half": ({"dtype": torch.bfloat16}, "half precision: bfloat16 has such errors"),
     "cut vectors": ({"width": 8}, "another width: the first 8 of the model's 24 dimensions"),
     "no head": ({"has_head": False}, "the linear head after the pooling is left out"),
@@ -299,6 +304,7 @@ DECODER_MUTATIONS = {
     "mean": ({"pooling": "mean"}, "pooling: mean instead of last_token"),
     "left out prompt": ({"pooling": "mean", "pool_prompt": False}, "pooling: mean instead of last_token"),
     "padding": ({"ignores_mask": True}, "padding: texts are right alone and wrong in a batch"),
+    "last position": ({"side": "right"}, "padding side: the last position is pooled, which is padding on the right"),
     "lower case": ({"change_text": str.lower}, "another tokenizer or other cleaning: texts are lower-cased"),
     "newlines": (
         {"change_text": lambda text: text.replace("\n", " ")},
@@ -315,6 +321,20 @@ def test_each_change_of_a_decoder_is_named(case, decoder, capsys):
     served = Served(decoder.embedder, **{**LAST, **options})
     code, line = asked(capsys, decoder, served, ("openai", "tei")[len(case) % 2])
     assert (code, line.startswith(f"different: {expected}")) == (1, True), line
+
+
+@pytest.mark.parametrize(
+    ("options", "causes"),
+    [
+        ({"pooling": "cls", "prompts": {"other": "x"}}, ("pooling: cls instead of mean", "missing prompt: ")),
+        ({"has_norm": False, **with_tokens(0, None, -1, -1)}, ("the layer norm after the pooling", "doubled EOS: ")),
+        ({"has_head": False, "pooling": "last_token"}, ("the linear head after the pooling", "pooling: last_token")),
+    ],
+)
+def test_two_changes_at_once_are_named(options, causes, encoder, capsys):
+    code, line = asked(capsys, encoder, Served(encoder.embedder, **options), "openai")
+    assert code == 1
+    assert all(cause in line for cause in ("; and ", *causes)), line
 
 
 def test_a_causal_mask_that_is_added_or_lost_is_named(decoder, causal_decoder, capsys):

@@ -141,7 +141,8 @@ def commands(num_rows: int) -> list[str]:
         "--num-runs 1",
         f"cluster {source} --output words --features bm25 --num-iterations 5 --num-runs 1",
         "index --vectors vectors",
-        f"compress --model model --output small --prune sparsegpt --calibration first/pairs.jsonl --num-texts {num_rows}",
+        "compress --model model --output small --prune sparsegpt --calibration first/pairs.jsonl "
+        f"--num-texts {num_rows}",
         "evaluate --model model --data first/evaluation --output scores.json --precision float32",
     ]
 

@@ -15,6 +15,7 @@ from embeddings.data.docstrings import (
     deduplicate,
     namespace_negatives,
     normalised_query,
+    prepare_docstring_test,
     prepare_docstrings,
     split_functions,
 )
@@ -269,3 +270,24 @@ def test_queries_are_equal_if_only_grammar_differs():
     assert normalised_query("Add an edge") == normalised_query("Add the edge")
     assert normalised_query("Convert a string to bytes") != normalised_query("Convert bytes to a string")
     assert normalised_query("Pass s") != normalised_query("Pass")
+
+
+def test_a_small_test_set_searches_the_functions_of_its_packages(packages):
+    folder = prepare_docstring_test(packages / "out", ["gamma_x"]) / "docstrings"
+    rows = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("corpus", "queries")
+    }
+    assert {row["package"] for row in rows["corpus"]} == {"gamma_x"}
+    assert len(rows["corpus"]) == len(rows["queries"]) == 10
+    for row in rows["queries"]:
+        assert row["text"].endswith("of gamma_x")
+        assert row["text"].split()[0].lower() in row["_id"]
+    before = (folder / "corpus.jsonl").stat()
+    prepare_docstring_test(packages / "out", ["gamma_x"])
+    assert (folder / "corpus.jsonl").stat() == before
+    prepare_docstring_test(packages / "out", ["gamma_x"], seed=1)
+    assert (folder / "corpus.jsonl").stat() != before
+    (packages / "mine").mkdir()
+    (packages / "mine" / "notes.txt").write_text("mine")
+    refused(OptionError, "must be new, empty", prepare_docstring_test, packages / "mine", ["gamma_x"])

