@@ -31,19 +31,23 @@ WEIGHTS = tuple(step / 10 for step in range(1, 10))
 
 
 class TunedWeight(NamedTuple):
-    """The fusion with the best weight on some queries, and its nDCG@10 - that of the default weight."""
+    """A fusion, the best weight of BM25 on some queries, and its nDCG@10 - that of the default weight."""
 
     rule: FusionRule
+    best: float
     difference: Difference
     num_queries: int
 
     def __str__(self) -> str:
-        chosen = f"weight {self.rule.weight:g} of BM25, chosen on {self.num_queries} queries"
-        return f"{chosen}: nDCG@10 {self.difference} compared with weight {WEIGHT:g}"
+        choice = f"weight {self.rule.weight:g} of BM25, chosen on {self.num_queries} queries"
+        return f"{choice}: nDCG@10 of {self.best:g} is {self.difference} compared with {WEIGHT:g}"
 
 
 def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[FusionRule], Rows]) -> TunedWeight:
-    """The fusion with the weight from 0.1 to 0.9 of the highest nDCG@10; of equal ones the nearest to the default.
+    """The fusion with the weight from 0.1 to 0.9 of the highest nDCG@10, if it is significantly above the default's.
+
+    Otherwise the default stays, because the best of nine weights on few queries is often the best by chance. Of equal
+    ones the nearest to the default is compared.
 
     Args:
         rule: The fusion.
@@ -53,7 +57,8 @@ def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[FusionRule], Row
     ndcg = {weight: query_ndcg(rank(replace(rule, weight=weight)), qrels) for weight in WEIGHTS}
     best = max(WEIGHTS, key=lambda weight: (float(ndcg[weight].mean()), -abs(weight - WEIGHT)))
     difference = paired_bootstrap(ndcg[best], ndcg[WEIGHT])
-    return TunedWeight(replace(rule, weight=best), difference, len(ndcg[best]))
+    chosen = best if difference.low > 0 else WEIGHT
+    return TunedWeight(replace(rule, weight=chosen), best, difference, len(ndcg[best]))
 
 
 def tune_search(searched: CorpusSearch, words: BM25, folder: RetrievalFolder) -> TunedWeight:

@@ -7,7 +7,7 @@ from embeddings.common import InputError
 from embeddings.evaluation import bootstrap as bootstrap_module
 from embeddings.evaluation import evaluate_folder, evaluate_hybrid, format_hybrid, paired_bootstrap, retrieval_metrics
 from embeddings.evaluation import hybrid as module
-from embeddings.evaluation.folders import query_ndcg, read_retrieval_folder
+from embeddings.evaluation.folders import Qrels, query_ndcg, read_retrieval_folder
 from embeddings.inference import BM25, CorpusSearch, Encoder, FusionRule, HybridSearch
 from embeddings.inference.bm25 import tokenizer
 from tests.adaptation.data import write_test_set
@@ -102,7 +102,24 @@ def test_data_of_another_kind_is_refused_before_anything_is_encoded(encoder, tmp
     refused(InputError, "b: has sts data, not retrieval data", evaluate_hybrid, encoder, [tmp_path])
 
 
-def test_the_tuned_weight_is_the_best_of_all(encoder, tmp_path):
+@pytest.mark.parametrize(("num_better", "chosen"), [(20, 0.6), (1, 0.2)])
+def test_a_weight_is_chosen_only_if_it_is_significantly_better(num_better, chosen):
+    qrels = Qrels.of([(query, 0, 1.0) for query in range(20)], 20, 11)
+
+    def rank(rule):
+        row_QK = np.tile(np.arange(1, 11), (20, 1))
+        if rule.weight == 0.6:
+            row_QK[:num_better, 0] = 0
+        return row_QK
+
+    tuned = module.tune_weight(FusionRule(), qrels, rank)
+    assert (tuned.rule.weight, tuned.best, tuned.num_queries) == (chosen, 0.6, 20)
+    assert tuned.difference.mean == pytest.approx(num_better / 20)
+
+
+def test_the_tuned_weight_is_the_best_of_all(encoder, tmp_path, monkeypatch):
+    found_better = lambda one, other: bootstrap_module.Difference(float((one - other).mean()), 1.0, 1.0)  # noqa: E731
+    monkeypatch.setattr(module, "paired_bootstrap", found_better)
     path = write_test_set(tmp_path / "data")
     (found,) = evaluate_hybrid(encoder, [path], tune=True)
     score_of = {}
