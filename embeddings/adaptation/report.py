@@ -8,6 +8,7 @@ import numpy as np
 
 from embeddings.adaptation.rankings import REAL, Ranked, RetrievalSet
 from embeddings.adaptation.verdict import BM25_ALONE, METRICS, START, Group, Verdict, marked
+from embeddings.common.io import steps_made
 from embeddings.common.text import shorten
 from embeddings.evaluation import Difference
 from embeddings.figures.drawing import write_page
@@ -53,7 +54,8 @@ def _curve(steps: list[int], losses: list[float]) -> dict[str, Any] | None:
     x_N = 10 + (_CURVE_WIDTH - 20) * (step_N - step_N[0]) / (step_N[-1] - step_N[0])
     y_N = 10 + (_CURVE_HEIGHT - 20) * (loss_N.max() - loss_N) / max(float(np.ptp(loss_N)), 1e-9)
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(x_N, y_N, strict=True))
-    ends = f"steps {steps[0]} to {steps[-1]}, loss {losses[0]:.3f} to {losses[-1]:.3f}"
+    first, last = (steps_made(LOSS, step) for step in (steps[0], steps[-1]))
+    ends = f"steps {first} to {last}, loss {losses[0]:.3f} to {losses[-1]:.3f}"
     return {"points": points, "ends": ends, "label": LOSS, "width": _CURVE_WIDTH, "height": _CURVE_HEIGHT}
 
 

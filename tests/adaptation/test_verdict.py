@@ -303,7 +303,7 @@ def test_the_report_is_one_closed_page_with_intervals_and_changed_queries(world,
     assert page.links == []
     # From left to right and from top to bottom: the loss halves, a quarter of the steps after another.
     assert '<polyline points="10.0,10.0 145.0,70.0 550.0,130.0"' in text
-    assert "loss 2.000 to 1.000" in text
+    assert "steps 2 to 6, loss 2.000 to 1.000" in text
     assert "script" not in page.seen
     assert page.seen.count("circle") == 5
     words = " ".join(page.words)
