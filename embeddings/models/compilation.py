@@ -88,8 +88,8 @@ def compilation_line(module: nn.Module) -> str | None:
     from torch._dynamo.utils import calculate_time_spent, counters
 
     num_graphs, seconds = counters["stats"]["unique_graphs"], calculate_time_spent()["total_wall_time"]
-    folder = os.environ.get(_CODE_VARIABLE)
-    return f"compiled the layers into {num_graphs} graphs in {seconds:.0f} s; {folder} keeps their code"
+    graphs, folder = f"{num_graphs} graph{'s' * (num_graphs != 1)}", os.environ.get(_CODE_VARIABLE)
+    return f"compiled the layers into {graphs} in {seconds:.0f} s; {folder} keeps their code"
 
 
 def _obstacle(backbone: nn.Module) -> tuple[str, str] | None:

@@ -1,6 +1,7 @@
 """Compiled layers against plain ones: gradients, dropout, texts without padding, graphs, and a compiler that fails."""
 
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -22,7 +23,13 @@ from embeddings.models import (
 )
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.bidirectional import layers
-from embeddings.models.compilation import compile_automatic, compile_layers, is_compiled, set_compilation
+from embeddings.models.compilation import (
+    compilation_line,
+    compile_automatic,
+    compile_layers,
+    is_compiled,
+    set_compilation,
+)
 from embeddings.training import GradCache
 from tests.helpers.contrastive import (
     TinyStep,
@@ -243,6 +250,9 @@ def test_the_kernel_is_one_operator_of_the_graph_in_bfloat16_too(compiler, kerne
     assert len(graphs) == 1
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert sum("_varlen_attn" in name for name in called) == 1
+    line = compilation_line(embedder)
+    assert re.fullmatch(r"compiled the layers into 1 graph in \d+ s; .* keeps their code", line)
+    assert compilation_line(tiny_bert()) is None
 
 
 def test_layers_that_a_pooling_reads_are_not_compiled_and_eager_attention_is_refused(caplog):
