@@ -24,7 +24,7 @@ from embeddings.cli.main import dispatch
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder
 from embeddings.evaluation.folders import find_evaluation_folders
 
-SETS = ("cranfield", "codebase_chunks", "cisi", "vaswani_npl", "se_answers_pairs", "medquad_pairs")
+SETS = ("cranfield", "codebase_chunks", "se_answers_pairs", "cisi", "chunking_eval", "vaswani_npl", "medquad_pairs")
 GENERAL = "stsb"
 MINUTES = 30
 
