@@ -100,8 +100,11 @@ def adapt(
     else:
         QueryModel(endpoint, endpoint_model)
         if queries is None:
-            what = "needs --queries: only judged queries tell whether a model's queries are worth training on"
-            raise InputError("--endpoint", what, "give judged queries, or run the command queries by itself")
+            print(
+                "the language model is not asked: only judged queries (--queries) tell whether its queries are worth "
+                "training on"
+            )
+            endpoint = endpoint_model = None
     for name, path in (("documents", documents), ("--queries", queries), ("--training", training)):
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")

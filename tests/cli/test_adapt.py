@@ -236,9 +236,13 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(documents, model, caps
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_language_model_needs_judged_queries_and_has_a_training_of_its_own(documents, model, capsys, tmp_path):
+def test_a_language_model_is_asked_for_judged_queries_and_has_a_training_of_its_own(documents, model, capsys):
     options = ["--endpoint", "http://localhost:8000/v1", "--endpoint-model", "m"]
-    assert_refused(capsys, tmp_path, "--endpoint: needs --queries", run, model, *options)
+    assert run(model, "--dry-run", *options) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("the language model is not asked: only judged queries (--queries) tell")
+    assert steps(printed) == ALL
+    assert "--endpoint" not in printed
     assert run(model, "--dry-run", "--queries", "docs", *options) == 0
     printed = capsys.readouterr().out
     assert steps(printed) == [*ALL[:2], "mine", "fit", "mine", "fit", *ALL[4:]]
