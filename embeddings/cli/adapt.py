@@ -88,7 +88,7 @@ def adapt(
         dry_run: Whether to print the commands, and run nothing.
         endpoint: Base URL of a server with OpenAI's chat protocol, whose model writes queries for training (see
             `queries`). A second model is trained on them, and is used only if it is better on the validation part of
-            `queries`, which are then required.
+            `queries`; without these the language model is not asked.
         endpoint_model: The model's name at the endpoint; by default the only one that it lists.
     """
     if not 0 < minutes < math.inf:
@@ -218,7 +218,9 @@ class Steps:
                 print(f"report: {verdict / 'report.html'}")
 
     def logged_run(self) -> Path | None:
-        """The latest run of training that has logged something."""
+        """The latest run of training that has logged something; None if two models were trained."""
+        if (self.output / "trained-model").exists():
+            return None
         logs = self.output / "run" / "logs"
         found = [path.parent for path in logs.glob(f"version_*/{METRICS_FILE}")]
         return max(found, key=lambda path: int(path.name.partition("_")[2]), default=None)

@@ -184,13 +184,14 @@ def test_grouped_lists_find_nearly_the_same_documents_and_all_if_all_are_searche
     monkeypatch.setattr(ivf, "UNGROUPED_LISTS", 50)
     monkeypatch.setattr(ivf, "GROUP_PROBES", 4)
     assert recall("grouped", 8) > ungrouped - 0.05 > 0.7
-    # Four groups have fewer than 100 lists: the others are found among all.
     assert recall("grouped", 100) == 1.0
     centroids = ivf.train_centroids(clustered(4000), 100, seed=0)
     assert centroids.shape == (100, 16)
     nearest = ivf.NearestLists(centroids)
     first = nearest.search(queries, 1)[1]
     assert np.mean(first == nearest.all.search(queries, 1)[1]) > 0.95
+    # Four groups have fewer than 100 lists: all are compared.
+    np.testing.assert_array_equal(np.sort(nearest.search(queries, 100)[1]), np.tile(np.arange(100), (100, 1)))
 
 
 def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, monkeypatch):
