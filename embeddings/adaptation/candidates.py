@@ -50,16 +50,17 @@ class Passage(NamedTuple):
     links: Sequence[tuple[str, str]] = ()
 
 
-def read_passages(path: Path) -> Iterator[Passage]:
+def read_passages(path: Path, purpose: str = "reading") -> Iterator[Passage]:
     """The passages of a file with `text` and optionally `_id`, `title`, `document`, `file` and `links`.
 
-    Without `document` it is the file, and without both the passage itself, as in a corpus of an evaluation folder. An
-    `InputError` names file and row of an invalid row, and, at the end, a repeated id.
+    `purpose` begins the title of the progress bar. Without `document` it is the file, and without both the passage
+    itself, as in a corpus of an evaluation folder. An `InputError` names file and row of an invalid row, and, at the
+    end, a repeated id.
     """
     reader = open_reader(path, _FIELDS, ("text",))
     hashes = array("q")
     for number, (where, fields) in enumerate(
-        row for block in blocks_of(f"reading {path}", [reader]) for row in block.rows
+        row for block in blocks_of(f"{purpose} {path}", [reader]) for row in block.rows
     ):
         names = [name for name in ("_id", "id") if fields.get(name) is not None]
         identifier = identifier_field(where, fields, names[0]) if names else str(number)

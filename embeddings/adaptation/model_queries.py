@@ -163,7 +163,7 @@ def _announce(model: str, missing: Sequence[Request], num_saved: int) -> None:
 def _chosen(path: Path, is_held_out: Callable[[str], bool], limit: int, seed: int) -> list[Passage]:
     """A random sample of the passages that are long enough; a larger one contains a smaller one."""
     sample = list[tuple[int, int, Passage]]()
-    for row, passage in enumerate(read_passages(path)):
+    for row, passage in enumerate(read_passages(path, "choosing from")):
         if not is_held_out(passage.document) and num_words(passage.text) >= LEAST_REST:
             item = (-derive_seed(seed, KIND, passage.id), -row, passage)
             (heapq.heappush if len(sample) < limit else heapq.heappushpop)(sample, item)

@@ -355,7 +355,7 @@ def _collect(
     found, section, targets = list[Candidate](), None, set[str]()
     # The passage of each query by its hash, empty if there are several; also of queries that are not used.
     owner: dict[int, str] = {}
-    for passage in read_passages(path):
+    for passage in read_passages(path, "making queries of"):
         is_start, section = (passage.document, passage.title) != section, (passage.document, passage.title)
         is_held_out = split.is_held_out(passage.document)
         offered = _linked(passage, is_start, survey, targets, split.is_held_out)
@@ -501,7 +501,9 @@ def _write_real(new: Path, passages: Path, log: QueryLog, judged: Judgements, sp
             link_or_copy(first, folder / "corpus.jsonl")
         else:
             first = folder / "corpus.jsonl"
-            documents = ({"_id": each.id, "title": each.title, "text": each.text} for each in read_passages(passages))
+            documents = (
+                {"_id": each.id, "title": each.title, "text": each.text} for each in read_passages(passages, "copying")
+            )
             _write_lines(first, documents)
         queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": "real"} for row in rows)
         _write_lines(folder / "queries.jsonl", queries)
@@ -515,7 +517,7 @@ def _write_pseudo(folder: Path, passages: Path, test: Sequence[Candidate]) -> No
     without_query = {each.passage: each for each in test}
 
     def documents() -> Iterator[Mapping[str, str]]:
-        for each in read_passages(passages):
+        for each in read_passages(passages, "writing the test of"):
             shown = without_query.get(each.id, each)
             yield {"_id": each.id, "title": shown.title, "text": shown.text}
 

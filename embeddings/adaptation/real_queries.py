@@ -197,7 +197,7 @@ class Judgements:
         if not answers:
             return
         matrix_AV, length_A = _rows(answers, len(column_of)), np.array([len(answer) for answer in answers])
-        remaining = read_passages(path)
+        remaining = read_passages(path, "finding answers in")
         while block := list(islice(remaining, _BLOCK_PASSAGES)):
             tokens = [{*words(f"{passage.title} {passage.text}")} for passage in block]
             length_P = np.array([len(each) for each in tokens])

@@ -1,9 +1,11 @@
 """Long commands print a line at least every interval; the slow test also compares their time left with the true one.
 
-The commands run in a process whose standard error is a pipe. The interval, half a minute for a user, is shorter here,
-and every time is CPU time of the process, because other processes may take most of the machine.
+The commands run in a process whose standard error is a pipe. The interval, half a minute for a user, is shorter here.
+Times are CPU time of the process, because other processes may take most of the machine; of a command that waits for a
+server they are wall-clock time.
 """
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.growth import write_model, write_records
 from embeddings.common import progress
+from tests.helpers.chat_server import Reply, chat_server, written
 from tests.helpers.processes import Command
 
 # Times left are compared in bars that last longer, five minutes for a user.
@@ -37,15 +41,15 @@ class Line(NamedTuple):
 
 
 class Stamped:
-    """A stream of lines, each after the CPU time of this process."""
+    """A stream of lines, each after the time of `clock`."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._line = stream, ""
+    def __init__(self, stream: Any, clock: Callable[[], float]) -> None:
+        self._stream, self._clock, self._line = stream, clock, ""
 
     def write(self, text: str) -> None:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._stream.write(f"{time.process_time():.3f} {line}\n")
+            self._stream.write(f"{self._clock():.3f} {line}\n")
 
     def flush(self) -> None:
         self._stream.flush()
@@ -54,12 +58,13 @@ class Stamped:
         return False
 
 
-def run_lines(interval: float, *lines: str) -> int:
-    """Run commands one after another in this process, with a short interval and exact times left, all in CPU time."""
-    sys.stderr = Stamped(sys.stderr)
+def run_lines(clock_name: str, interval: float, *lines: str) -> int:
+    """Run commands one after another in this process, with a short interval and exact times left, all by one clock."""
+    clock = getattr(time, clock_name)
+    sys.stderr = Stamped(sys.stderr, clock)
     progress.LINE_SECONDS, progress.PROGRESS_DELAY_SECONDS = interval, 0.0
-    progress.time = SimpleNamespace(time=time.process_time, sleep=time.sleep)
-    sys.modules["tqdm.std"].time = time.process_time
+    progress.time = SimpleNamespace(time=clock, sleep=time.sleep)
+    sys.modules["tqdm.std"].time = clock
     tqdm.format_interval = staticmethod("{:.3f}".format)
     from embeddings.cli.main import main
 
@@ -80,11 +85,13 @@ def convert(paths: list[str]) -> int:
     return 0
 
 
-def printed(folder: Path, interval: float, lines: list[str]) -> dict[str, list[Line]]:
+def printed(folder: Path, interval: float, lines: list[str], clock: str = "process_time") -> dict[str, list[Line]]:
     """The lines of each command with their times; an error if one fails."""
     environment = {**os.environ, "EMBED_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"cwd": folder, "env": environment, "stdout": subprocess.DEVNULL}
-    with Command([interval, *lines], function=run_lines, stderr=subprocess.PIPE, text=True, **options) as process:
+    with Command(
+        [clock, interval, *lines], function=run_lines, stderr=subprocess.PIPE, text=True, **options
+    ) as process:
         _, stderr = process.communicate()
     assert process.returncode == 0, stderr[-2000:]
     found, current = dict[str, list[Line]](), list[Line]()
@@ -144,7 +151,22 @@ def commands(num_rows: int) -> list[str]:
         "compress --model model --output small --prune sparsegpt --calibration first/pairs.jsonl "
         f"--num-texts {num_rows}",
         "evaluate --model model --data first/evaluation --output scores.json --precision float32",
+        "passages documents --output passages.jsonl --model model",
+        "queries passages.jsonl --output queries",
     ]
+
+
+def write_documents(folder: Path, corpus: Path, per_document: int = 10) -> None:
+    """Write documents of `per_document` texts of a corpus file, each text a section of four sentences."""
+    folder.mkdir()
+    # Words with digits are not prose.
+    letters = str.maketrans("0123456789", "abcdefghij")
+    words = [json.loads(line)["text"].translate(letters).split() for line in corpus.read_text().splitlines()]
+    sentences = [[" ".join(text[start::4]).capitalize() + "." for start in range(4)] for text in words]
+    for start in range(0, len(sentences), per_document):
+        sections = sentences[start : start + per_document]
+        text = "\n\n".join(f"# Part {number}\n\n{' '.join(section)}" for number, section in enumerate(sections))
+        (folder / f"{start}.md").write_text(text)
 
 
 def compare(folder: Path, num_rows: int, interval: float, slack: float, times_left: bool = True) -> dict[str, int]:
@@ -154,6 +176,7 @@ def compare(folder: Path, num_rows: int, interval: float, slack: float, times_le
     for name, count in (("first", num_rows), ("second", 5 * num_rows), ("third", 6 * num_rows)):
         (folder / name).mkdir()
         write_records(folder / name, count, templated=False)
+    write_documents(folder / "documents", folder / "first" / "corpus.jsonl")
     lines = printed(folder, interval, commands(num_rows))
     assert list(lines) == commands(num_rows)
     compared: Counter[str] = Counter()
@@ -168,6 +191,20 @@ def test_no_long_command_is_silent_and_no_bar_starts_anew(tmp_path):
     # One bar for both sources.
     assert "converting" in compared
     assert sum(map(bool, compared.values())) >= 2, compared
+
+
+def test_a_command_that_waits_for_a_server_is_not_silent(tmp_path):
+    def slow(prompt: str, seed: int, count: int) -> Reply:
+        return Reply(written(prompt, seed), seconds=2.0)
+
+    with chat_server(slow) as server:
+        line = (
+            f"synthesize --endpoint {server.endpoint} --model m --output made --num-examples 2 --num-brainstormed 1 "
+            "--concurrency 1"
+        )
+        (lines,) = printed(tmp_path, 0.2, [line], clock="time").values()
+    assert lines[-1].time - lines[0].time > 4, lines
+    check(lines, 0.2, slack=1.5, times_left=False)
 
 
 @pytest.mark.slow
