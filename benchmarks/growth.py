@@ -14,14 +14,17 @@ import datetime
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from functools import cache
 from itertools import islice
@@ -59,13 +62,17 @@ SEARCH = "search --model MODEL --corpus vectors w1"
 
 @dataclass(frozen=True)
 class Row:
-    """One row of `growth.csv`; memory and bytes are in MB (10^6), `exponent` is from the size before, if any."""
+    """One row of `growth.csv`; memory and bytes are in MB (10^6), `exponent` is from the size before, if any.
+
+    The peak memory includes mapped files, whose pages the system may drop at any time; `anonymous_mb` does not.
+    """
 
     operation: str
     rows: int
     cpu_seconds: float
     wall_seconds: float
     peak_mb: float
+    anonymous_mb: float
     read_mb: float
     written_mb: float
     exponent: float
@@ -264,7 +271,23 @@ def run_child(line: str, usage: Path) -> int:
     return code
 
 
-def measure(line: str, folder: Path, templated: bool = False) -> dict[str, float]:
+class AnonymousMemory(threading.Thread):
+    """The largest anonymous memory of a process, in MB: read four times a second until it ends."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.peak_mb, self._status = 0.0, Path(f"/proc/{pid}/status")
+        self.start()
+
+    def run(self) -> None:
+        # A process that has ended has no memory, and no file once it was waited for.
+        with suppress(OSError):
+            while match := re.search(r"RssAnon:\s+(\d+) kB", self._status.read_text("ascii")):
+                self.peak_mb = max(self.peak_mb, int(match[1]) * 1024 / 1e6)
+                time.sleep(0.25)
+
+
+def measure(line: str, folder: Path) -> dict[str, float]:
     """Run a command in a new process; its CPU-seconds, wall-clock seconds, peak memory, and bytes read and written.
 
     Raises:
@@ -275,6 +298,7 @@ def measure(line: str, folder: Path, templated: bool = False) -> dict[str, float
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "EMBED_CACHE": str(folder / "cache")}
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
+        memory = AnonymousMemory(process.pid)
         _, status, spent = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -284,6 +308,7 @@ def measure(line: str, folder: Path, templated: bool = False) -> dict[str, float
         "cpu_seconds": spent.ru_utime + spent.ru_stime,
         "wall_seconds": time.perf_counter() - start,
         "peak_mb": spent.ru_maxrss * 1024 / 1e6,
+        "anonymous_mb": memory.peak_mb,
         "read_mb": int(counts["rchar"]) / 1e6,
         "written_mb": int(counts["wchar"]) / 1e6,
     }

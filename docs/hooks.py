@@ -187,17 +187,25 @@ def scores_table(options: Mapping[str, Any]) -> str:
 
 
 def growth_table(_: Mapping[str, Any]) -> str:
-    """CPU-seconds and peak memory of each operation by rows, and its last exponent: the newest rows of `growth.csv`."""
+    """CPU-seconds and peak memory of each operation by rows, and its last exponent: the newest rows of `growth.csv`.
+
+    Where it was measured, the memory without mapped files follows in parentheses.
+    """
     newest_rows = {(row["operation"], int(row["rows"])): row for row in read_rows(GROWTH)}
     operations = dict.fromkeys(operation for operation, _ in newest_rows)
     sizes = sorted({size for _, size in newest_rows})
     lines = []
     for operation in operations:
         found = [newest_rows.get((operation, size)) for size in sizes]
-        cells = [f"{float(row['cpu_seconds']):.0f} s, {float(row['peak_mb']):.0f} MB" if row else "" for row in found]
+        cells = [growth_cell(row) if row else "" for row in found]
         slopes = [row["exponent"] for row in found if row and row["exponent"] != "nan"]
         lines.append([operation, *cells, slopes[-1] if slopes else ""])
     return markdown_table(["operation", *(f"{size:,} rows" for size in sizes), "exponent"], lines)
+
+
+def growth_cell(row: Mapping[str, str]) -> str:
+    anonymous = f" ({float(row['anonymous_mb']):.0f})" if row["anonymous_mb"] else ""
+    return f"{float(row['cpu_seconds']):.0f} s, {float(row['peak_mb']):.0f}{anonymous} MB"
 
 
 def trials_table(options: Mapping[str, Any]) -> str:

@@ -55,13 +55,13 @@ def test_scores_may_have_their_intervals(tmp_path, monkeypatch):
 
 
 def test_the_growth_of_an_operation_is_a_row_with_its_newest_values(tmp_path, monkeypatch):
-    head = "operation,rows,cpu_seconds,peak_mb,exponent"
-    rows = ["sort,10,9,500,nan", "sort,1000,11,510,nan", "sort,1000,21.4,520.6,1.05", "scan,10,8,400,nan"]
+    head = "operation,rows,cpu_seconds,peak_mb,anonymous_mb,exponent"
+    rows = ["sort,10,9,500,,nan", "sort,1000,11,510,,nan", "sort,1000,21.4,520.6,310.2,1.05", "scan,10,8,400,,nan"]
     monkeypatch.setattr(hooks, "GROWTH", write(tmp_path / "growth.csv", [head, *rows]))
     assert hooks.with_tables("```growth\n```").splitlines() == [
         "| operation | 10 rows | 1,000 rows | exponent |",
         "| --- | --- | --- | --- |",
-        "| sort | 9 s, 500 MB | 21 s, 521 MB | 1.05 |",
+        "| sort | 9 s, 500 MB | 21 s, 521 (310) MB | 1.05 |",
         "| scan | 8 s, 400 MB |  |  |",
     ]
 
