@@ -23,9 +23,9 @@ def balanced(num_tokens, top_k):
 
 
 def to_one(num_tokens, top_k):
-    """Expert 2 is the first choice of all tokens; the second choices are three other experts."""
-    second = 4 + torch.arange(num_tokens)[:, None] % 3
-    return torch.cat([torch.full((num_tokens, 1), 2), second], dim=1)[:, :top_k]
+    """Expert 2 is the first choice of all tokens; the second choices are three other experts, the third ones two."""
+    token_T1 = torch.arange(num_tokens)[:, None]
+    return torch.cat([torch.full((num_tokens, 1), 2), 4 + token_T1 % 3, token_T1 % 2], dim=1)[:, :top_k]
 
 
 def uneven(num_tokens, top_k):
@@ -68,7 +68,7 @@ def errors(found, expected):
 
 
 @pytest.mark.parametrize(("inner_bias", "gated"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 64])
 @pytest.mark.parametrize("backend", BACKENDS)
