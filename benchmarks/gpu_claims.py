@@ -526,12 +526,12 @@ def zero(bench: Bench) -> None:
 
 
 GROUPS = {
-    "loss": Group(("G5",), 30, loss),
+    "loss": Group(("G5",), 35, loss),
     "experts": Group(("G3",), 60, experts),
-    "encoder": Group(("G4", "G6", "G11"), 90, encoder),
+    "encoder": Group(("G4", "G6", "G11"), 100, encoder),
     "decoder": Group(("G1", "G2", "G7", "G8"), 140, decoder),
-    "zero": Group(("G13",), 40, zero),
+    "zero": Group(("G13",), 35, zero),
     "checkpoint": Group(("G12",), 70, checkpoint),
-    "search": Group(("G10",), 90, search),
+    "search": Group(("G10",), 80, search),
     "kmeans": Group(("G9",), 80, kmeans),
 }
