@@ -137,6 +137,20 @@ def test_bfloat16_and_autocast_are_close_to_float32(backend):
     assert (in_bfloat16.float() - exact["output"]).norm() < 0.03 * exact["output"].norm()
 
 
+def test_small_gradients_in_float16_reach_the_router():
+    """Outputs of 0.01 with gradients of 1e-4: each product of the two is below float16's normal values."""
+    experts, tokens = make_experts(), random_tokens(64)
+    with torch.no_grad():
+        experts.w2.mul_(0.01)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        routing = routing_of(balanced(64, 2), torch.promote_types(dtype, torch.float32))
+        output_TH = experts.to(dtype)(tokens.to(dtype), routing)
+        output_TH.backward(torch.full_like(output_TH, 1e-4))
+        found.append(routing.weight_TK.grad.double())
+    assert (found[0] - found[1]).norm() < 5e-3 * found[1].norm()
+
+
 # dynamo accesses attributes of its inputs after a graph break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
