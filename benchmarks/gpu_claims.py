@@ -1,7 +1,8 @@
 """Measurements of G1 to G13, in groups that share a model; `benchmarks.gpu` runs them.
 
 Our side is the library's own code: embedder, poolings, GradCache, losses, experts, search, k-means and checkpoints.
-Where a peer should compute the same, equal results are asserted before anything is timed.
+Where a peer should compute the same, equal results are asserted before anything is timed. G3, G4 and G11 have compiled
+layers, as `compile: auto` gives them to long runs, and rows with eager layers beside.
 """
 
 import importlib.util
@@ -31,6 +32,7 @@ from embeddings.losses import InfoNCE, tiled_cross_entropies
 from embeddings.mining import ExactSearch, spherical_kmeans
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, LoraSettings, MeanPooling
 from embeddings.models.bidirectional import make_bidirectional
+from embeddings.models.compilation import compilation_line, compile_if_possible, is_compiled
 from embeddings.models.lora import add_lora
 from embeddings.models.moe.experts import Experts, Router
 from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeModel
@@ -102,6 +104,15 @@ def both_passes(model: nn.Module, tokens: PaddedTokens) -> Callable[[], None]:
         model.zero_grad()
 
     return run
+
+
+def compile_with(run: Callable[[], object], backbone: nn.Module) -> str:
+    """Compile a backbone's layers as `compile: auto` does, by a run; returns what they are now, for a row's name."""
+    compile_if_possible(backbone)
+    run()
+    print(compilation_line(backbone) or "the layers are not compiled", flush=True)
+    # A compiler that fails leaves them eager.
+    return "compiled" if is_compiled(backbone) else "eager"
 
 
 def operations(action: Callable[[], object]) -> float:
@@ -231,30 +242,41 @@ def experts(bench: Bench) -> None:
     embedder = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(config.hidden_size))
     tokens = random_tokens(bench, bench.pick(4, 512), bench.pick(16, 128))
     one, count = both_passes(embedder, tokens), tokens.input_ids_NL.numel()
-    seconds = bench.seconds(one)
-    bench.claim(
-        "G3",
-        f"{count} tokens",
-        count / seconds,
-        count * bench.bf16_rate / operations(one),
-        _layer_ratio(bench, config, count),
-    )
+    limit = count * bench.bf16_rate / operations(one)
+    bench.row(f"G3 tokens/s of eager layers, {count} tokens", count / bench.seconds(one), "tokens/s")
+    bench.row(f"G3 time of an eager layer over that of {CLAIMS['G3'].peer}, {count} tokens",
+              _layer_ratio(bench, config, count, compiles=False), "ratio")  # fmt: skip
+    name = f"{count} tokens, {compile_with(one, backbone)}"
+    ratio = _layer_ratio(bench, config, count, compiles=is_compiled(backbone))
+    bench.claim("G3", name, count / bench.seconds(one), limit, ratio)
 
 
-def _layer_ratio(bench: Bench, config: RotaryMoeConfig, count: int) -> Any:
-    """Time of one sparse layer over a dense MLP as wide inside as a token's two experts together, in bfloat16."""
+def _layer_ratio(bench: Bench, config: RotaryMoeConfig, count: int, compiles: bool) -> Any:
+    """Time of one sparse layer over a dense MLP as wide inside as a token's two experts together, in bfloat16.
+
+    The states are in bfloat16, as after the library's layer norms, and each run makes new gradients.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     with bench.device:
         layer = MoeMlp(Router(hidden, 8, 2), Experts(hidden, inner, 8))
         dense = nn.Sequential(nn.Linear(hidden, 2 * inner), nn.GELU(), nn.Linear(2 * inner, hidden))
-        state_NLH = torch.randn(1, count, hidden, requires_grad=True)
+        state_NLH = torch.randn(1, count, hidden, dtype=torch.bfloat16, requires_grad=True)
+    if compiles:
+        layer.compile(dynamic=True)
+        dense.compile(dynamic=True)
 
-    def run(forward: Callable[[], Tensor]) -> None:
+    def run(module: nn.Module) -> None:
         with torch.autocast(bench.device.type, torch.bfloat16):
-            output = forward()
-        output.sum().backward()
+            output = module(state_NLH)
+        output = output[0] if isinstance(output, tuple) else output
+        output.backward(torch.ones_like(output))
+        module.zero_grad()
+        state_NLH.grad = None
 
-    return bench.over(lambda: run(lambda: layer(state_NLH)[0]), lambda: run(lambda: dense(state_NLH)))
+    # The first runs compile, and must not count in choosing the number of repetitions.
+    for module in (layer, dense):
+        run(module)
+    return bench.over(partial(run, layer), partial(run, dense))
 
 
 def encoder(bench: Bench) -> None:
@@ -263,28 +285,28 @@ def encoder(bench: Bench) -> None:
     _memory(bench)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(**bench.pick(sizes | {"vocab_size": 640}, {}), attn_implementation="sdpa")
-    model = Embedder(built(bench, partial(BertModel, add_pooling_layer=False), config), wordpiece_tokenizer(),
-                     MeanPooling(config.hidden_size))  # fmt: skip
-    length, count = bench.pick(16, 128), bench.pick(32, 65_536)
+    build = partial(built, bench, partial(BertModel, add_pooling_layer=False), config)
+    model = Embedder(build(), wordpiece_tokenizer(), MeanPooling(config.hidden_size))
+    length, count = bench.pick(16, 128), bench.pick(32, 16_384)
     tokens = synthetic_batch(count, length, 500).candidate
     pieces = [tokens_of(tokens, start, min(8192, count)) for start in range(0, count, 8192)]
     texts = [str(row) for row in range(count)]
-    ours = Encoder(model, device=bench.device, precision="bfloat16")
+    ours, peer = Encoder(model, device=bench.device, precision="bfloat16"), Backbone(build())
     run = partial(ours.encode, texts, tokenised=pieces)
     batch = random_tokens(bench, min(count, max(1, ours.mini_batch_tokens // length)), length)
-    assert_same_vectors(model, Backbone(model.backbone), random_tokens(bench, 2, 12))
+    assert_same_vectors(model, peer, random_tokens(bench, 2, 12))
     model.eval()
+    peer.eval()
 
     def alone() -> None:
         with torch.inference_mode(), torch.autocast(bench.device.type, torch.bfloat16):
             for _ in range(count // len(batch.input_ids_NL)):
-                model(batch)
+                peer(batch)
 
-    seconds = bench.seconds(run)
-    num_operations = operations(alone)
-    ratio = bench.over(run, alone)
-    limit = count * length * bench.bf16_rate / num_operations
-    bench.claim("G11", f"{count} texts", count * length / seconds, limit, ratio)
+    limit = count * length * bench.bf16_rate / operations(alone)
+    bench.row(f"G11 tokens/s of eager layers, {count} texts", count * length / bench.seconds(run), "tokens/s")
+    name = f"{count} texts, {compile_with(run, model.backbone)}"
+    bench.claim("G11", name, count * length / bench.seconds(run), limit, bench.over(run, alone))
 
 
 def tokens_of(tokens: TokenBatch, start: int, count: int) -> TokenBatch:
@@ -298,26 +320,34 @@ def _encoder_training(bench: Bench) -> None:
     """G4: a mini-batch without GradCache, then a whole step of 16,384 pairs with it."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = NomicBertConfig(**bench.pick(sizes | {"vocab_size": 640}, {}))
-    backbone = built(bench, partial(NomicBertModel, add_pooling_layer=False), config)
-    embedder = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(config.hidden_size))
-    length, peer = bench.pick(16, 128), Backbone(backbone)
+    build = partial(built, bench, partial(NomicBertModel, add_pooling_layer=False), config)
+    embedder, peer = Embedder(build(), wordpiece_tokenizer(), MeanPooling(config.hidden_size)), Backbone(build())
+    length = bench.pick(16, 128)
     assert_same_vectors(embedder, peer, random_tokens(bench, 2, 12))
     text_counts = bench.pick([8], [512, 256])
     texts = bench.largest(text_counts, lambda n: both_passes(embedder, random_tokens(bench, n, length))())
     tokens = random_tokens(bench, texts, length)
     one, count = both_passes(embedder, tokens), texts * length
     limit = count * bench.bf16_rate / operations(one)
-    bench.claim("G4", f"{count} tokens", count / bench.seconds(one), limit, bench.over(one, both_passes(peer, tokens)))
     pairs, step = bench.pick(16, 16_384), EmbedderStep(embedder)
     batch, engine = synthetic_batch(pairs, length, 500).to(bench.device), GradCache(mini_batch_tokens=count)
     _assert_gradcache(bench, step, engine, synthetic_batch(4, 12, 500).to(bench.device))
+    bench.row(f"G4 tokens/s of eager layers, {count} tokens", count / bench.seconds(one), "tokens/s")
+
+    def with_and_without_gradients() -> None:
+        one()
+        with torch.no_grad(), torch.autocast(bench.device.type, torch.bfloat16):
+            embedder(tokens)
+
+    name = f"{count} tokens, {compile_with(with_and_without_gradients, embedder.backbone)}"
+    bench.claim("G4", name, count / bench.seconds(one), limit, bench.over(one, both_passes(peer, tokens)))
 
     def cached() -> None:
         with torch.autocast(bench.device.type, torch.bfloat16):
             engine.step(step, batch)
         step.zero_grad()
 
-    bench.row(f"G4 pairs a second under GradCache, batch of {pairs}", pairs / bench.seconds(cached, 1), "pairs/s")
+    bench.row(f"G4 pairs a second under GradCache, batch of {pairs}, {name}", pairs / bench.once(cached), "pairs/s")
 
 
 def _memory(bench: Bench) -> None:
@@ -496,12 +526,12 @@ def zero(bench: Bench) -> None:
 
 
 GROUPS = {
-    "loss": Group(("G5",), 40, loss),
-    "experts": Group(("G3",), 40, experts),
-    "encoder": Group(("G4", "G6", "G11"), 80, encoder),
+    "loss": Group(("G5",), 35, loss),
+    "experts": Group(("G3",), 60, experts),
+    "encoder": Group(("G4", "G6", "G11"), 100, encoder),
     "decoder": Group(("G1", "G2", "G7", "G8"), 140, decoder),
-    "zero": Group(("G13",), 40, zero),
+    "zero": Group(("G13",), 35, zero),
     "checkpoint": Group(("G12",), 70, checkpoint),
-    "search": Group(("G10",), 90, search),
-    "kmeans": Group(("G9",), 100, kmeans),
+    "search": Group(("G10",), 80, search),
+    "kmeans": Group(("G9",), 80, kmeans),
 }

@@ -13,6 +13,10 @@ from torch.utils._pytree import tree_leaves
 # They allocate, return their argument under another name, or read its properties.
 _NO_KERNELS = {"prim::device", "detach", "alias", "expand"}
 _NO_KERNELS |= {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
+# They read as much of their first argument as they write.
+_GATHERS = {"index_select", "embedding"}
+# In place, and without reading the argument.
+_OVERWRITE = {"copy_", "fill_", "zero_", "scatter_"}
 
 
 class Passes(TorchDispatchMode):
@@ -20,25 +24,31 @@ class Passes(TorchDispatchMode):
 
     Attributes:
         kernels: The number of operators, by name.
-        num_bytes: Bytes of all their arguments and results.
+        bytes_of: Bytes that they read and write, by name.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: Counter[str] = Counter()
-        self.num_bytes = 0
+        self.bytes_of: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
         if not function.is_view and name not in _NO_KERNELS:
             self.kernels[name] += 1
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-            # An operator in place returns its argument.
-            self.num_bytes += sum(
-                each.numel() * each.itemsize for each in {id(each): each for each in tensors}.values()
-            )
+            self.bytes_of[name] += _moved(name, args, kwargs, result)
         return result
+
+
+def _moved(name: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that an operator reads and writes."""
+    if name in _GATHERS:
+        args = (result.new_empty(result.shape), *args[1:])
+    tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)}
+    # An operator in place returns its argument.
+    again = [result] if name.endswith("_") and name not in _OVERWRITE else []
+    return sum(each.numel() * each.itemsize for each in [*tensors.values(), *again])
 
 
 class SavedBytes:
@@ -71,7 +81,7 @@ def counted_step(model: torch.nn.Module, run: Callable[[], Tensor]) -> tuple[int
         with saved.counted(), torch.autocast("cpu", torch.bfloat16):
             output = run()
         output.backward(torch.ones_like(output))
-    return passes.kernels.total(), passes.num_bytes, saved.of(), saved.of(torch.float32)
+    return passes.kernels.total(), passes.bytes_of.total(), saved.of(), saved.of(torch.float32)
 
 
 def of_a_layer(build: Callable[[int], torch.nn.Module], run: Callable[[Any], Tensor]) -> tuple[int, ...]:

@@ -23,9 +23,9 @@ def balanced(num_tokens, top_k):
 
 
 def to_one(num_tokens, top_k):
-    """Expert 2 is the first choice of all tokens; the second choices are three other experts."""
-    second = 4 + torch.arange(num_tokens)[:, None] % 3
-    return torch.cat([torch.full((num_tokens, 1), 2), second], dim=1)[:, :top_k]
+    """Expert 2 is the first choice of all tokens; the second choices are three other experts, the third ones two."""
+    token_T1 = torch.arange(num_tokens)[:, None]
+    return torch.cat([torch.full((num_tokens, 1), 2), 4 + token_T1 % 3, token_T1 % 2], dim=1)[:, :top_k]
 
 
 def uneven(num_tokens, top_k):
@@ -68,7 +68,7 @@ def errors(found, expected):
 
 
 @pytest.mark.parametrize(("inner_bias", "gated"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 64])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,6 +135,20 @@ def test_bfloat16_and_autocast_are_close_to_float32(backend):
     in_bfloat16 = by(BACKENDS[backend])(experts, tokens.bfloat16(), routing_of(chosen))
     assert in_bfloat16.dtype == torch.bfloat16
     assert (in_bfloat16.float() - exact["output"]).norm() < 0.03 * exact["output"].norm()
+
+
+def test_small_gradients_in_float16_reach_the_router():
+    """Outputs of 0.01 with gradients of 1e-4: each product of the two is below float16's normal values."""
+    experts, tokens = make_experts(), random_tokens(64)
+    with torch.no_grad():
+        experts.w2.mul_(0.01)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        routing = routing_of(balanced(64, 2), torch.promote_types(dtype, torch.float32))
+        output_TH = experts.to(dtype)(tokens.to(dtype), routing)
+        output_TH.backward(torch.full_like(output_TH, 1e-4))
+        found.append(routing.weight_TK.grad.double())
+    assert (found[0] - found[1]).norm() < 5e-3 * found[1].norm()
 
 
 # dynamo accesses attributes of its inputs after a graph break.

@@ -40,6 +40,7 @@ class Router(nn.Module):
 
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2, and the released code (no renormalisation, no noise).
         Differs: logits, softmax and sums are in float32, under autocast too; in the released code only the softmax is.
+        The gradients of bfloat16 tokens and of the weight come from products in bfloat16, as in every other layer.
     """
 
     def __init__(
@@ -60,20 +61,42 @@ class Router(nn.Module):
     def forward(self, token_TH: Tensor) -> Routing:
         """The routing of T tokens without padding, (T, H) float."""
         with torch.autocast(token_TH.device.type, enabled=False):
-            scored_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
-            if self.training and self.noise > 0:
-                scored_TH = scored_TH * torch.empty_like(scored_TH).uniform_(1 - self.noise, 1 + self.noise)
-            logit_TX = F.linear(scored_TH, self.weight.to(scored_TH.dtype))
+            logit_TX = self._logits(token_TH)
             probability_TX = logit_TX.softmax(dim=-1)
             weight_TK, expert_TK = probability_TX.topk(self.top_k, dim=-1)
             if self.renormalize:
                 weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-            chosen_P = expert_TK.flatten()
-            # bincount would synchronise with the GPU.
-            count_X = torch.zeros(logit_TX.shape[1], dtype=torch.int64, device=chosen_P.device)
-            count_X = count_X.scatter_add(0, chosen_P, torch.ones_like(chosen_P))
+            # bincount would synchronise with the GPU, and scatter_add would add one by one to a few addresses.
+            expert_X = torch.arange(logit_TX.shape[1], device=expert_TK.device)
+            count_X = (expert_TK.flatten()[:, None] == expert_X).sum(dim=0)
             sums = RoutingSums(count_X, probability_TX.sum(dim=0), logit_TX.logsumexp(dim=-1).square().sum())
         return Routing(expert_TK, weight_TK, sums)
+
+    def _logits(self, token_TH: Tensor) -> Tensor:
+        is_noisy = self.training and self.noise > 0
+        if token_TH.dtype == torch.bfloat16 and not is_noisy:
+            logit_TX: Tensor = _Logits.apply(token_TH, self.weight)  # type: ignore[no-untyped-call]
+            return logit_TX
+        scored_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
+        if is_noisy:
+            scored_TH = scored_TH * torch.empty_like(scored_TH).uniform_(1 - self.noise, 1 + self.noise)
+        return F.linear(scored_TH, self.weight.to(scored_TH.dtype))
+
+
+class _Logits(torch.autograd.Function):
+    """The float32 logits of bfloat16 tokens, (T, X), without a float32 copy of the tokens in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, token_TH: Tensor, weight_XH: Tensor) -> Tensor:
+        ctx.save_for_backward(token_TH, weight_XH)
+        return F.linear(token_TH.to(torch.float32), weight_XH.to(torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TX: Tensor) -> tuple[Tensor, Tensor]:
+        token_TH, weight_XH = ctx.saved_tensors
+        rounded_TX = grad_TX.to(token_TH.dtype)
+        return rounded_TX @ weight_XH.to(token_TH.dtype), (rounded_TX.T @ token_TH).to(weight_XH.dtype)
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -87,6 +110,7 @@ class ExpertWeights(NamedTuple):
     w1_XFH: Tensor  # (X, F, H), or (X, 2F, H) for gated MLPs
     w2_XFH: Tensor  # (X, F, H)
     bias_XF: Tensor | None  # bias after the first matrix, one value per row of it
+    bias_H: Tensor  # bias of the weighted sum, shared by all experts, in its own dtype
     activation: Activation  # includes the gate
 
 
@@ -151,10 +175,9 @@ class Experts(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
         cast = _cast if _casts is None or self.w1.dtype == dtype else _uncompiled_cast
         bias_XF = None if self.bias1 is None else cast(self.bias1, dtype)
-        weights = ExpertWeights(cast(self.w1, dtype), cast(self.w2, dtype), bias_XF, self.activation)
+        weights = ExpertWeights(cast(self.w1, dtype), cast(self.w2, dtype), bias_XF, self.bias2, self.activation)
         with torch.autocast(device, enabled=False):
-            sum_TH = self.backend(token_TH.to(dtype), routing, weights)
-            return (sum_TH + self.bias2).to(dtype)
+            return self.backend(token_TH.to(dtype), routing, weights)
 
 
 _casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] | None = None
@@ -188,7 +211,7 @@ _uncompiled_cast: Callable[[Tensor, torch.dtype], Tensor] = torch.compiler.disab
 
 
 def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """The weighted sum over each token's experts, (T, H), by a loop: the reference."""
+    """The weighted sum over each token's experts and the shared bias, (T, H), by a loop: the reference."""
     sum_TH = token_TH.new_zeros(token_TH.shape, dtype=routing.weight_TK.dtype)
     for expert in range(len(weights.w1_XFH)):
         token_t, choice_t = (routing.expert_TK == expert).nonzero(as_tuple=True)
@@ -197,7 +220,7 @@ def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> 
             inner_tF = inner_tF + weights.bias_XF[expert]
         output_tH = weights.activation(inner_tF) @ weights.w2_XFH[expert]
         sum_TH = sum_TH.index_add(0, token_t, output_tH * routing.weight_TK[token_t, choice_t, None])
-    return sum_TH
+    return (sum_TH + weights.bias_H).to(token_TH.dtype)
 
 
 def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
@@ -246,17 +269,16 @@ def sorted_experts(
 
     The sums over a token's K rows gather the rows: index_add on a GPU is slow and not deterministic.
     """
-    # Of the P = T K pairs of token and expert, sorted by expert.
-    order_P = routing.expert_TK.flatten().sort(stable=True).indices
-    token_P = order_P // routing.expert_TK.shape[1]
-    # The indices of each token's rows, in ascending order.
-    index_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-    row_TK = index_P.view(routing.expert_TK.shape).sort(dim=1).values
+    num_choices = routing.expert_TK.shape[1]
+    # Of the P = T K pairs of token and expert, sorted by expert. On a GPU, sorting short integers takes fewer passes.
+    order_P = routing.expert_TK.flatten().to(torch.int16).sort(stable=True).indices
+    token_P = order_P // num_choices
+    # The row of each choice of a token.
+    row_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    row_TK = row_P.view(routing.expert_TK.shape)
     sorted_PH: Tensor = _RowsOfTokens.apply(token_TH, token_P, row_TK)  # type: ignore[no-untyped-call]
     output_PH = mlps(sorted_PH, routing.sums.count_X, weights)
-    weight_P1 = routing.weight_TK.flatten().index_select(0, order_P)[:, None]
-    sum_TH: Tensor = _SumsOfRows.apply(output_PH * weight_P1, token_P, row_TK)  # type: ignore[no-untyped-call]
-    return sum_TH
+    return _WeightedSums.apply(output_PH, routing.weight_TK, weights.bias_H, order_P, token_P, row_TK)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _RowsOfTokens(torch.autograd.Function):
@@ -270,31 +292,45 @@ class _RowsOfTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_of_rows(grad_PH, *ctx.saved_tensors), None, None
+        # Added one after another to save memory.
+        first_T, *others = ctx.saved_tensors[0].unbind(1)
+        sum_TH = grad_PH.index_select(0, first_T)
+        for row_T in others:
+            sum_TH += grad_PH.index_select(0, row_T)
+        return sum_TH, None, None
 
 
-class _SumsOfRows(torch.autograd.Function):
-    """The sum of each token's K rows, (T, H)."""
+class _WeightedSums(torch.autograd.Function):
+    """The bias plus the weighted sum of each token's K rows, (T, H), in the rows' dtype.
+
+    The sum is in the weights' dtype, float32, and rounded once. No tensor of P rows is in float32: a GPU's kernels
+    multiply values of two dtypes without a copy in the wider one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, row_PH: Tensor, token_P: Tensor, row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_P)
-        return _sum_of_rows(row_PH, row_TK)
+    def forward(
+        ctx: Any, row_PH: Tensor, weight_TK: Tensor, bias_H: Tensor, order_P: Tensor, token_P: Tensor, row_TK: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(row_PH, weight_TK, order_P, token_P, row_TK)
+        ctx.bias_dtype = bias_H.dtype
+        sum_TH = bias_H
+        for choice, row_T in enumerate(row_TK.unbind(1), start=1):
+            chosen_TH = row_PH.index_select(0, row_T)
+            rounded_TH = torch.empty_like(chosen_TH) if choice == row_TK.shape[1] else None
+            sum_TH = torch.addcmul(sum_TH, chosen_TH, weight_TK[:, choice - 1, None], out=rounded_TH)
+        return sum_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
-        (token_P,) = ctx.saved_tensors
-        return grad_TH.index_select(0, token_P), None, None
-
-
-def _sum_of_rows(row_PH: Tensor, row_TK: Tensor) -> Tensor:
-    """The sum of each token's rows, (T, H), added one after another to save memory."""
-    first_T, *others = row_TK.unbind(1)
-    sum_TH = row_PH.index_select(0, first_T)
-    for row_T in others:
-        sum_TH += row_PH.index_select(0, row_T)
-    return sum_TH
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        row_PH, weight_TK, order_P, token_P, row_TK = ctx.saved_tensors
+        grad_PH = grad_TH.index_select(0, token_P)
+        # Products may leave the range of float16.
+        wide_PH = row_PH.to(weight_TK.dtype) if row_PH.dtype == torch.float16 else row_PH
+        product_P = (wide_PH * grad_PH).sum(1, dtype=weight_TK.dtype)
+        grad_PH.mul_(weight_TK.flatten().index_select(0, order_P)[:, None])
+        grad_H = grad_TH.sum(0, dtype=weight_TK.dtype).to(ctx.bias_dtype)
+        return grad_PH, product_P[row_TK], grad_H, None, None, None
 
 
 _uncompiled_sorted: Backend = torch.compiler.disable(sorted_experts)  # type: ignore[no-untyped-call]
