@@ -182,7 +182,6 @@ def prepare_docstrings(
     held_out_packages: Sequence[str] = HELD_OUT_PACKAGES,
     seed: int = 0,
     sizes: Mapping[str, int] = SIZES,
-    force: bool = False,
     max_rows: int | None = None,
 ) -> DocstringCorpus:
     """Write pairs of the first docstring sentence and the code of a function, from installed packages.
@@ -199,7 +198,6 @@ def prepare_docstrings(
         held_out_packages: Packages used only for evaluation.
         seed: Seed of the random choices.
         sizes: Functions of each evaluation set and queries among them; those that are not given are those of `SIZES`.
-        force: Whether to write the corpus again if it exists.
         max_rows: Maximum training pairs, or None for all. Every k-th pair is used, with the smallest k that fits.
     """
     folder = Path(os.path.abspath(output))
@@ -223,8 +221,8 @@ def prepare_docstrings(
         "max_rows": max_rows,
         "input_sha256": sources_digest(sources),
     }
-    if not force and (manifest := finished_manifest(folder, inputs)) is not None:
-        logger.info("%s already exists for these packages and arguments; --force writes it again", output)
+    if (manifest := finished_manifest(folder, inputs)) is not None:
+        logger.info("%s already exists for these packages and arguments", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
     train, evaluation = split_functions(deduplicate(_read(sources)), held_out, sizes, seed)
     step = -(-len(train) // max_rows) if max_rows else 1
