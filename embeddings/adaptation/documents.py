@@ -119,26 +119,27 @@ def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile],
     if not root.is_dir():
         return [FoundFile(root.name, root, root.stat().st_size)], []
     found, left_out, own = [], list[LeftOut](), {path.resolve() for path in own}
-    own_names = {path.name for path in own}
+
+    def leave_out(path: Path, cause: str, detail: str = "") -> None:
+        left_out.append(LeftOut(_relative(path, root), cause, detail))
 
     def unlisted(error: OSError) -> None:
-        left_out.append(LeftOut(_relative(Path(str(error.filename)), root), "cannot be opened", error.strerror or ""))
+        leave_out(Path(str(error.filename)), "cannot be opened", error.strerror or "")
 
     for folder, subfolders, names in os.walk(root, onerror=unlisted):
-        linked = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
-        left_out += [LeftOut(_relative(Path(folder, name), root), "link to a folder") for name in linked]
-        subfolders[:] = [name for name in subfolders if name not in linked]
-        junk = [name for name in subfolders if name.startswith(".") or name in _JUNK_FOLDERS]
-        hidden = [name for name in names if name.startswith(".")]
-        for name in [*junk, *hidden]:
-            cause = "folder of generated or hidden files" if name in junk else "hidden file"
-            left_out.append(LeftOut(_relative(Path(folder, name), root), cause))
-        subfolders[:] = [name for name in subfolders if name not in junk]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+        for name in [*subfolders]:
+            is_link = os.path.islink(os.path.join(folder, name))
+            if is_link or name.startswith(".") or name in _JUNK_FOLDERS:
+                subfolders.remove(name)
+                cause = "link to a folder" if is_link else "folder of generated or hidden files"
+                leave_out(Path(folder, name), cause)
+        for path in (Path(folder, name) for name in names):
             try:
-                if not path.is_file():
-                    left_out.append(LeftOut(_relative(path, root), "not a file", "a broken link, a pipe or a device"))
-                elif path.name not in own_names or path.resolve() not in own:
+                if path.name.startswith("."):
+                    leave_out(path, "hidden file")
+                elif not path.is_file():
+                    leave_out(path, "not a file", "a broken link, a pipe or a device")
+                elif path.resolve() not in own:
                     found.append(FoundFile(_relative(path, root), path, path.stat().st_size))
             except OSError as error:
                 unlisted(error)

@@ -393,7 +393,7 @@ def test_queries_without_judgments_are_ranked_as_those_with(world, verdict, tmp_
     test, ranked = verdict.tests[0], verdict.ranked[0]
     texts = dict(zip(test.folder.query_ids, test.folder.queries, strict=True))
     models, corpus = (str(world / "start"), [str(world / "trained")]), world / "large" / "corpus.jsonl"
-    found = rank_queries(*models, corpus, texts, tmp_path / "out", **OPTIONS)
+    found = rank_queries(*models, corpus, texts, tmp_path / "out")
     assert list(found) == list(ranked)
     for name, row_QK in found.items():
         np.testing.assert_array_equal(row_QK, ranked[name].first_QK)
