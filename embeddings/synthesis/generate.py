@@ -30,14 +30,7 @@ from embeddings.synthesis.prompts import (
     answer_schema,
     reference_tasks,
 )
-from embeddings.synthesis.runner import (
-    Journal,
-    RequestRunner,
-    described,
-    journal_paths,
-    open_journal,
-    unusable_error,
-)
+from embeddings.synthesis.runner import Journal, RequestRunner, described, journal_paths, open_journal, unusable_error
 from embeddings.synthesis.validate import (
     Reason,
     RejectedAnswer,
