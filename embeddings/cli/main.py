@@ -32,7 +32,7 @@ from embeddings.common.progress import reported
 class Command:
     """A command: a function whose parameters, and the fields of its dataclass parameters, are the options."""
 
-    # `module:function`; it is imported only when the command runs.
+    # `module:function` below this package; it is imported only when the command runs.
     target: str
     summary: str
     # Positional parameters; the last one may be a list, and may be optional.
@@ -40,73 +40,54 @@ class Command:
     is_optional: bool = False
 
     def load(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = resolve_name(self.target)
+        function: Callable[..., Any] = resolve_name(f"embeddings.cli.{self.target}")
         return function
 
 
 # A name of two words is a command with its subcommand.
 COMMANDS = {
-    "prepare": Command(
-        "embeddings.cli.prepare:prepare", "make a recipe's training data from public data sets", ("recipe",)
-    ),
-    "prepare docstrings": Command(
-        "embeddings.cli.quickstart:docstrings", "make a training corpus of installed packages"
-    ),
-    "quickstart": Command("embeddings.cli.quickstart:quickstart", "train, evaluate and search in minutes"),
-    "passages": Command("embeddings.cli.passages:passages", "cut documents into passages", ("documents",)),
-    "queries": Command(
-        "embeddings.cli.queries:queries", "make queries for passages, and hold documents out", ("passages",)
-    ),
-    "adapt": Command(
-        "embeddings.cli.adapt:adapt", "from one's own documents to better search, measured", ("documents",)
-    ),
-    "encode": Command("embeddings.cli.retrieval:encode", "encode the texts of a file into a folder of vectors"),
-    "index": Command("embeddings.cli.retrieval:index", "build an index of encoded vectors, for faster search"),
+    "prepare": Command("prepare:prepare", "make a recipe's training data from public data sets", ("recipe",)),
+    "prepare docstrings": Command("quickstart:docstrings", "make a training corpus of installed packages"),
+    "quickstart": Command("quickstart:quickstart", "train, evaluate and search in minutes"),
+    "passages": Command("passages:passages", "cut documents into passages", ("documents",)),
+    "queries": Command("queries:queries", "make queries for passages, and hold documents out", ("passages",)),
+    "adapt": Command("adapt:adapt", "from one's own documents to better search, measured", ("documents",)),
+    "encode": Command("retrieval:encode", "encode the texts of a file into a folder of vectors"),
+    "index": Command("retrieval:index", "build an index of encoded vectors, for faster search"),
     "search": Command(
-        "embeddings.cli.retrieval:search",
-        "find the documents of a corpus nearest to a query",
-        ("query",),
-        is_optional=True,
+        "retrieval:search", "find the documents of a corpus nearest to a query", ("query",), is_optional=True
     ),
-    "evaluate": Command("embeddings.cli.retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
-    "compare": Command(
-        "embeddings.cli.compare:compare", "score a model and what was made of it on test queries, and recommend one"
-    ),
-    "interpolate": Command(
-        "embeddings.cli.compare:interpolate", "write a model between a starting model and its trained one"
-    ),
-    "whiten": Command("embeddings.cli.compare:whiten", "write a model whose vectors are whitened for a corpus"),
-    "cluster": Command("embeddings.cli.mining:cluster", "cluster similar records, for hard in-batch negatives"),
-    "mine": Command("embeddings.cli.mining:mine", "mine hard negatives for training records"),
-    "filter": Command("embeddings.cli.mining:filter_records", "remove duplicate and contaminated training records"),
-    "synthesize": Command("embeddings.cli.mining:synthesize", "generate training records with a language model"),
-    "export": Command("embeddings.cli.export:export", "convert a training checkpoint to a model directory"),
-    "verify": Command("embeddings.cli.verify:verify", "say whether a server or a library computes a model"),
-    "push": Command(
-        "embeddings.cli.export:push", "upload a model directory to the Hugging Face Hub", ("model", "name")
-    ),
-    "import": Command("embeddings.cli.export:import_checkpoint", "convert a published checkpoint to a model directory"),
-    "convert": Command("embeddings.cli.export:convert", "replace a checkpoint's learned positions by rotary ones"),
-    "compress": Command("embeddings.cli.export:compress", "prune and quantise a model"),
-    "sweep": Command(
-        "embeddings.cli.sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)
-    ),
-    "report": Command("embeddings.cli.show:report", "write an HTML report on a run", ("run",)),
-    "show curves": Command("embeddings.cli.show:curves", "plot the loss and score of runs"),
+    "evaluate": Command("retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
+    "compare": Command("compare:compare", "score a model and what was made of it on test queries, and recommend one"),
+    "interpolate": Command("compare:interpolate", "write a model between a starting model and its trained one"),
+    "whiten": Command("compare:whiten", "write a model whose vectors are whitened for a corpus"),
+    "cluster": Command("mining:cluster", "cluster similar records, for hard in-batch negatives"),
+    "mine": Command("mining:mine", "mine hard negatives for training records"),
+    "filter": Command("mining:filter_records", "remove duplicate and contaminated training records"),
+    "synthesize": Command("mining:synthesize", "generate training records with a language model"),
+    "export": Command("export:export", "convert a training checkpoint to a model directory"),
+    "verify": Command("verify:verify", "say whether a server or a library computes a model"),
+    "push": Command("export:push", "upload a model directory to the Hugging Face Hub", ("model", "name")),
+    "import": Command("export:import_checkpoint", "convert a published checkpoint to a model directory"),
+    "convert": Command("export:convert", "replace a checkpoint's learned positions by rotary ones"),
+    "compress": Command("export:compress", "prune and quantise a model"),
+    "sweep": Command("sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)),
+    "report": Command("show:report", "write an HTML report on a run", ("run",)),
+    "show curves": Command("show:curves", "plot the loss and score of runs"),
     "show anchor-tokens": Command(
-        "embeddings.cli.show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
+        "show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
     ),
     "show latent-attention": Command(
-        "embeddings.cli.show:latent_attention", "show which latents the tokens of texts attend to", ("texts",)
+        "show:latent_attention", "show which latents the tokens of texts attend to", ("texts",)
     ),
     "show routing": Command(
-        "embeddings.cli.show:routing",
+        "show:routing",
         "show how a sparse model routes tokens, or the expert loads of runs",
         ("texts",),
         is_optional=True,
     ),
-    "show contextual-shift": Command("embeddings.cli.show:contextual_shift", "plot how vectors move between contexts"),
-    "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
+    "show contextual-shift": Command("show:contextual_shift", "plot how vectors move between contexts"),
+    "show clusters": Command("show:clusters", "plot the rows of some clusters"),
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"adapt", "prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
