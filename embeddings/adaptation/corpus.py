@@ -254,7 +254,6 @@ class _Work:
         return document._replace(blocks=kept)
 
     def copies(self) -> Any:
-        """For each passage, whether it is a near copy of an earlier one."""
         if self._rule is None:
             return np.zeros(len(self._offsets), np.bool_)
         with open(self._passages, "rb") as stored:

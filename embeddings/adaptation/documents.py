@@ -315,7 +315,6 @@ def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _read_notebook(text: str) -> Document:
-    """The Markdown and the code of a Jupyter notebook, without its outputs."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -355,7 +354,6 @@ def _read_pdf(data: bytes) -> Document:
 
 
 def _outline(entries: Sequence[Any], level: int = 1) -> Iterator[tuple[str, int]]:
-    """The titles of a PDF's outline with their levels."""
     for entry in entries:
         if isinstance(entry, list):
             yield from _outline(entry, level + 1)
@@ -389,7 +387,6 @@ def _joined_lines(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _read_docx(data: bytes) -> Document:
-    """The headings, paragraphs, lists and tables of a Word document."""
     builder, items = Builder(), list[str]()
     for part in require("docx", EXTRA).Document(io.BytesIO(data)).iter_inner_content():
         is_table = hasattr(part, "rows")
@@ -413,7 +410,6 @@ def _read_docx(data: bytes) -> Document:
 
 
 def _read_epub(data: bytes) -> Document:
-    """The chapters of a book in their order."""
     builder = Builder()
     with zipfile.ZipFile(io.BytesIO(data)) as book:
         container = ElementTree.fromstring(book.read("META-INF/container.xml"))

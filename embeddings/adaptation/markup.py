@@ -157,7 +157,6 @@ def read_html(html: str) -> Document:
 
 
 def add_html(html: str, builder: Builder) -> None:
-    """Add the blocks of a page."""
     page, tree = _Page(builder), _tree(html)
     parts = tree.xpath(_MAIN) or [tree]
     if not any(part.xpath(".//h1") for part in parts):

@@ -191,7 +191,6 @@ class Examples:
 
 
 def prompt_of(text: str) -> str:
-    """The prompt for one line about a text."""
     return f"Passage: {text}\n\n{INSTRUCTION}"
 
 

@@ -78,7 +78,6 @@ class TokenCounter:
         return starts
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """The number of tokens of each text with prompt and special tokens."""
         encodings = self._backend.encode_batch_fast([self._prompt + text for text in texts])
         return [len(encoding) + self._num_reserved for encoding in encodings]
 

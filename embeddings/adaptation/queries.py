@@ -227,11 +227,9 @@ class _Survey:
         return derive_seed(self.settings.seed, "queries", name)
 
     def is_common(self, heading: str) -> bool:
-        """Whether several sections have a heading."""
         return hash(heading) in self._common
 
     def is_shared(self, heading: str) -> bool:
-        """Whether the titles of several passages contain a heading."""
         return hash(heading) in self._shared
 
     def _add_links(self, passage: Passage, seen: set[tuple[str, str]]) -> None:
@@ -278,7 +276,6 @@ def _repeated(hashes: "array[int]") -> set[int]:
 
 
 def heading_of(title: str) -> str:
-    """The last heading of a title."""
     return title.rpartition(TRAIL)[2].strip()
 
 

@@ -101,7 +101,6 @@ def _kinds(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_test_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet]:
-    """Every retrieval folder at or below `roots`, in order."""
     return [RetrievalSet.read(name, path) for name, path in _unique_names(roots)]
 
 
@@ -225,7 +224,6 @@ class Ranked:
 
 
 def pair_cosines(encoded: Encoded, whitening: Whitening | None = None) -> Floats:
-    """The cosine of each pair of sentences, (N,) float64."""
     sides = np.split(encoded.query_QD, 2)
     first_ND, second_ND = (unit_rows(side) if whitening is None else whitening(side) for side in sides)
     cosine_N: Floats = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)

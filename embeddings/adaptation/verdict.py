@@ -425,5 +425,4 @@ def _general_table(general: Sequence[General]) -> str:
 
 
 def marked(difference: Difference) -> str:
-    """A difference with its interval, and a star if the interval excludes 0."""
     return f"{difference}{'*' if difference.is_significant else ''}"

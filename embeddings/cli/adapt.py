@@ -335,7 +335,6 @@ def _listed(paths: list[Path]) -> str:
 
 
 def run_step(argv: list[str]) -> None:
-    """Run one of the commands in this process."""
     from embeddings.cli.main import dispatch
 
     dispatch(argv)

@@ -213,7 +213,6 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def gradcache_options(run: Any) -> Any:
-    """The arguments of the run's GradCacheCallback; empty without one."""
     caches = [each for each in run.trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
     return caches[-1].init_args if caches else {}
 
@@ -518,7 +517,6 @@ def num_devices(devices: Any) -> int | None:
 
 
 def is_here(accelerator: Any, count: int | None) -> bool:
-    """Whether this machine has the requested devices."""
     if accelerator in ("gpu", "cuda"):
         return torch.cuda.is_available() and (count or 1) <= torch.cuda.device_count()
     return accelerator not in ("mps", "tpu")

@@ -86,7 +86,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Give a file another name, or copy it where a file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -320,7 +319,6 @@ def text_hash(text: str) -> int:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that affect a job's output."""
     versions = {"python": platform.python_version(), "embeddings": __version__}
     for name in VERSIONED_PACKAGES:
         try:

@@ -85,7 +85,6 @@ def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = No
 
 
 def encode_documents(encoder: Encoder, documents: Sequence[Document], seed: int) -> Context:
-    """The context of documents that were drawn with a seed."""
     vector_MH = encoder.encode_context([document.text for document in documents])
     ids = tuple(document.document_id for document in documents)
     return Context(ids, documents_sha256(documents), seed, vector_MH)

@@ -281,7 +281,6 @@ class VectorFolder:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open a finished folder."""
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         num_documents, embedding_dim, shard_size = (
             fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")
@@ -299,7 +298,6 @@ class VectorFolder:
         return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size, self.vector_format)
 
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors of `tiles` at unit length."""
         return map(unit_rows, self.tiles())
 
     def tiles(self) -> Iterator[npt.NDArray[np.float32]]:

@@ -308,7 +308,6 @@ class _Search:
     # The hypotheses: what is different, and a function that computes vectors under it.
 
     def _variant(self, **changes: Any) -> Encoder:
-        """The encoder with another part of its embedder."""
         embedder = self.encoder.embedder
         names = ("norm", "head", "normalize", "text", "trained_widths", "similarity")
         parts = {name: getattr(embedder, name) for name in ("backbone", "tokenizer", "pooling", *names)} | changes
@@ -542,7 +541,6 @@ class _Variant:
 
 
 def _rows(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
-    """The ids and the pooling mask of each text."""
     ids, mask, start = tokens.input_ids_T.tolist(), tokens.pooling_mask_T.tolist(), 0
     for length in tokens.lengths_N.tolist():
         yield ids[start : start + length], mask[start : start + length]

@@ -576,7 +576,6 @@ def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
 
 
 def _fields(record: Record) -> Mapping[str, Any]:
-    """The fields of a record without its negatives."""
     optional = {name: getattr(record, name) for name in ("id", "label", "score", "instruction", "language")}
     present = {name: value for name, value in optional.items() if value is not None}
     return {"query": record.query, "positive": list(record.positives), **present}
