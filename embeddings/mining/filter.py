@@ -371,8 +371,8 @@ def filter_pairs(
             remove(verdict_N == SIMILAR, 4)
         if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
             pairs = encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts)
-            options: dict[str, Any] = {"segment_size": rules.segment_size, "seed": rules.seed, "task": task}
-            rank = partial(rank_pairs, pairs, group_N=language_N, device=encoder.device, **options)
+            rank = partial(rank_pairs, pairs, group_N=language_N, device=encoder.device, task=task)
+            rank = partial(rank, segment_size=rules.segment_size, seed=rules.seed)
             remove(rank(work / "consistency", is_considered_N=reason_N == KEPT) >= rules.top_k, 5)
             if rules.max_margin is not None and (reason_N == KEPT).any():
                 remove(rank(work / "easy", is_considered_N=reason_N == KEPT, distance=-rules.max_margin) == 0, 6)
