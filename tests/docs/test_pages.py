@@ -129,7 +129,7 @@ def test_a_command_parses(page, words, monkeypatch, capsys):
     called = []
 
     def load(command):
-        return wraps(resolve_name(f"embeddings.cli.{command.target}"))(lambda **arguments: called.append(arguments))
+        return wraps(resolve_name(command.target))(lambda **arguments: called.append(arguments))
 
     monkeypatch.setattr(command_line.Command, "load", load)
     if words in (["--help"], ["--version"]):
