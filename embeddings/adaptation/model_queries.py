@@ -200,7 +200,7 @@ def _request(passage: Passage, examples: Examples, statistics: WordStatistics, s
     # As an earlier conversation: chat models of any size then answer in the same form.
     shown = [(prompt_of(shorten(each.positive, _EXAMPLE_CHARACTERS)), each.query) for each in chosen]
     prompt = prompt_of(shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS))
-    return make_request(f"query/{passage.id}", prompt, seed, read, False, parse=read_line, examples=shown)
+    return make_request(f"query/{passage.id}", prompt, seed, read, wants_object=False, parse=read_line, examples=shown)
 
 
 _WORD = regex.compile(r"\w+")

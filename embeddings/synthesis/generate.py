@@ -61,7 +61,8 @@ class Item:
         """The request of an attempt; an unusable answer is followed by the next attempt."""
         is_last = attempt + 1 == max_attempts
         retry = None if is_last else partial(self.request, seed, attempt + 1, max_attempts)
-        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read, True, retry, self.schema)
+        name = f"example/{self.id}/{attempt}"
+        return make_request(name, self.prompt, seed, self.read, retry=retry, schema=self.schema)
 
 
 class Rejection(NamedTuple):
