@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -222,7 +223,7 @@ class WordStatistics:
     def __init__(self, sample: Sequence[tuple[str, str]]) -> None:
         self._row = {identifier: row for row, (identifier, _) in enumerate(sample)}
         self._index = BM25((text for _, text in sample), words)
-        self.idf = self._index.idf
+        self.idf = lru_cache(1 << 20)(self._index.idf)
 
     def share(self, query: Iterable[str], tokens: Iterable[str]) -> float:
         """The share of the weight of the query's distinct words that are among the tokens."""

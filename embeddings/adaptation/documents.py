@@ -39,21 +39,15 @@ from embeddings.data.readers import blocks_of, open_reader
 EXTRA = "documents"
 MAX_FILE_BYTES = 32 * 2**20
 COLUMNS = ("_id", "title", "text")
-# fmt: off
 CODE_SUFFIXES = word_set(
     ".bash .bat .c .cc .cfg .clj .cmake .cpp .cs .cu .cuh .cxx .dart .el .erl .ex .exs .f90 .go .gradle .groovy .h .hpp"
     " .hs .ini .java .jl .js .jsx .kt .kts .lisp .lua .m .mjs .ml .mm .nim .php .pl .pm .proto .ps1 .r .rb .rs .scala"
     " .scss .sh .sol .sql .swift .tcl .tf .toml .ts .tsx .v .vb .vhd .vue .yaml .yml .zig .zsh .py .pyi"
 )
 # Data, generated files and styles: text, but nothing to search for.
-_UNREAD = word_set(
-    ".css .json .lock .log .map .svg .xml .xsd .xsl .xslt .geojson .pem .crt .po .pot"
-)
+_UNREAD = word_set(".css .json .lock .log .map .svg .xml .xsd .xsl .xslt .geojson .pem .crt .po .pot")
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-_JUNK_FOLDERS = frozenset((
-    "node_modules", "bower_components", "__pycache__", "__MACOSX", "venv", "site-packages", "_build",
-))
-# fmt: on
+_JUNK_FOLDERS = word_set("node_modules bower_components __pycache__ __MACOSX venv site-packages _build")
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -104,9 +98,7 @@ class FoundFile(NamedTuple):
 
 
 class _Unreadable(Exception):
-    def __init__(self, cause: str, detail: str = "") -> None:
-        super().__init__(cause)
-        self.cause, self.detail = cause, detail
+    """Its arguments are the cause, and perhaps the detail, of a `LeftOut`."""
 
 
 def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile], list[LeftOut]]:
@@ -168,7 +160,7 @@ def read_file(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | Le
             raise _Unreadable("without text", "scanned pages?" if suffix == ".pdf" else "")
         yield Read(file.name, file.name, document)
     except _Unreadable as error:
-        yield LeftOut(file.name, error.cause, error.detail)
+        yield LeftOut(file.name, *error.args)
     except MissingExtraError as error:
         yield LeftOut(file.name, f"{suffix} needs an optional library", str(error))
     except InputError as error:
