@@ -77,7 +77,7 @@ GPU_OPTIONS = {"gpus", "gpu", "gpu_memory_gb", "peak_tflops", "link_gb"}
 
 @dataclass(frozen=True)
 class Hardware:
-    """The processor of each process of a run: a GPU by its options, or a part of this machine's CPU."""
+    """What each process of a run computes on: a GPU by its options, or a part of this machine's CPU."""
 
     kind: Literal["GPU", "CPU"]
     name: str
