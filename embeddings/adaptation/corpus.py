@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from embeddings.adaptation.documents import FoundFile, LeftOut, Read, check_columns, find_files, read_file
+from embeddings.adaptation.documents import FoundFile, LeftOut, Read, find_files, read_file
 from embeddings.adaptation.markup import Document, Link
 from embeddings.adaptation.passages import Passage, Splitter
 from embeddings.common.errors import InputError, OptionError
@@ -31,6 +31,7 @@ from embeddings.common.jobs import discard_on_user_error, finished_manifest, man
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import shorten
 from embeddings.data.near_duplicates import NearDuplicates
+from embeddings.inference.vector_folder import check_columns
 
 KIND = {"kind": "passages"}
 # Near copies are alike but for a word or two in a hundred: more may be what a reader searches for.

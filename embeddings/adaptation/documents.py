@@ -32,13 +32,13 @@ from embeddings.adaptation.markup import (
     read_text,
     word_set,
 )
-from embeddings.common.errors import InputError, MissingExtraError, OptionError, require
+from embeddings.common.errors import InputError, MissingExtraError, require
 from embeddings.common.text import one_line
 from embeddings.data.readers import blocks_of, open_reader
+from embeddings.inference.vector_folder import COLUMNS
 
 EXTRA = "documents"
 MAX_FILE_BYTES = 32 * 2**20
-COLUMNS = ("_id", "title", "text")
 CODE_SUFFIXES = word_set(
     ".bash .bat .c .cc .cfg .clj .cmake .cpp .cs .cu .cuh .cxx .dart .el .erl .ex .exs .f90 .go .gradle .groovy .h .hpp"
     " .hs .ini .java .jl .js .jsx .kt .kts .lisp .lua .m .mjs .ml .mm .nim .php .pl .pm .proto .ps1 .r .rb .rs .scala"
@@ -296,14 +296,6 @@ def _cell(value: object) -> str:
         return str(value)
     text = value if isinstance(value, str) else ""
     return text.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\0", "")
-
-
-def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
-    """The columns of tables by field; an `OptionError` for an unknown field."""
-    for name in columns or ():
-        if name not in COLUMNS:
-            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
-    return dict(columns or {})
 
 
 def _read_notebook(text: str) -> Document:

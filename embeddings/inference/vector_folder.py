@@ -51,7 +51,7 @@ _MAX_CODE = 127
 # Texts per shard; an interruption loses the current shard.
 SHARD_SIZE, SLOW_SHARD_SIZE = 8192, 1024
 _MANY_PARAMETERS = 10**9
-_COLUMNS = ("_id", "title", "text")
+COLUMNS = ("_id", "title", "text")
 
 
 class Document(NamedTuple):
@@ -90,10 +90,8 @@ def _corpus_rows(
     path: str | PathLike[str], columns: Mapping[str, str] | None = None, show_progress: bool = False
 ) -> Iterator[tuple[str, Document]]:
     """The documents of a file, each with its place for messages."""
-    for name in columns or ():
-        if name not in _COLUMNS:
-            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
-    id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _COLUMNS)
+    named = check_columns(columns)
+    id_column, title_column, text_column = (named.get(name, name) for name in COLUMNS)
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
     blocks = blocks_of(f"reading {path}", [reader]) if show_progress else reader.blocks()
@@ -105,6 +103,14 @@ def _corpus_rows(
             title = text_field(where, fields, title_column)
             text = f"{title} {text}" if title and text else title or text
         yield where, Document(document_id, text)
+
+
+def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
+    """The columns by field; an `OptionError` for an unknown field."""
+    for name in columns or ():
+        if name not in COLUMNS:
+            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
+    return dict(columns or {})
 
 
 def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
