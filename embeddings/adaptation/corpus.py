@@ -277,8 +277,7 @@ class _Work:
                     self._line(file=file, cause="near copy", position=passage.position, text=beginning)
                     continue
                 record: dict[str, Any] = {"_id": f"p{self._report.num_passages:06d}", "title": passage.title}
-                record["text"] = passage.text
-                record |= {"file": file, "position": passage.position, "document": name}
+                record |= {"text": passage.text, "file": file, "position": passage.position, "document": name}
                 targets = _targets(passage.links, file, files)
                 record |= {"links": targets} if targets else {}
                 output.write(json.dumps(record, ensure_ascii=False) + "\n")

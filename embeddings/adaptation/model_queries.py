@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,9 +63,7 @@ class QueryModel:
     @property
     def fields(self) -> dict[str, Any]:
         """What determines the queries, for a manifest. The address may contain a password."""
-        fields = asdict(self) | {"endpoint": text_hash(self.endpoint)}
-        del fields["stream"]
-        return fields
+        return {"endpoint": text_hash(self.endpoint), "model": self.model, "max_requests": self.max_requests}
 
     def found(self) -> "QueryModel":
         """The same with the model's name; an `InputError` if nothing answers at the endpoint."""
