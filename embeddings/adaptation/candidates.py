@@ -1,9 +1,9 @@
 """Queries that passages offer by themselves: sentences, headings, questions, link texts and docstrings, and filters."""
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -13,15 +13,7 @@ import regex
 
 from embeddings.adaptation.documents import CODE_SUFFIXES
 from embeddings.adaptation.markup import word_set
-from embeddings.adaptation.sentences import (
-    is_question,
-    letter_share,
-    num_words,
-    plain,
-    sentences,
-    without,
-    words,
-)
+from embeddings.adaptation.sentences import is_question, letter_share, num_words, plain, sentences, without, words
 from embeddings.common.errors import InputError, shown
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
@@ -136,15 +128,15 @@ _OPENING = "\"'“‘«„¿¡「『《"
 LEAST_REST, _LEAST_LETTERS = 15, 0.8
 # Competitors that may score more than the passage for a query.
 MAX_RANK = 20
+# Queries that are ranked at once.
+_BLOCK = 512
 
 
 def proposals(passage: Passage, is_common: Any, is_section_start: bool) -> Iterator[Candidate]:
     """The queries that a passage offers, before the filters.
 
-    Args:
-        passage: The passage.
-        is_common: Says of a heading whether other sections have it too.
-        is_section_start: Whether the passage is the first of its section, which the heading describes.
+    `is_common` says of a heading whether other sections have it too. A heading describes the first passage of its
+    section only.
     """
 
     def candidate(kind: str, query: str, text: str, heading: str = "") -> Candidate:
@@ -227,26 +219,12 @@ def _first_sentence(docstring: str) -> str:
 
 
 class WordStatistics:
-    """How rare words are in a sample of the passages, and the BM25 scores of the sample for queries.
-
-    Args:
-        sample: Ids and texts of passages, at least one.
-    """
+    """How rare words are in a sample of passages (ids and texts, at least one), and the sample's BM25 for queries."""
 
     def __init__(self, sample: Sequence[tuple[str, str]]) -> None:
         self._row = {identifier: row for row, (identifier, _) in enumerate(sample)}
-        self._df, num_words = Counter[str](), 0
-        for _, text in progress_bar(None, "counting words", "text", iterable=sample):
-            tokens = words(text)
-            num_words += len(tokens)
-            self._df.update(set(tokens))
-        self._mean_length = max(1.0, num_words / len(sample))
         self._index = BM25((text for _, text in sample), words)
-
-    def idf(self, token: str) -> float:
-        """Lucene's inverse document frequency."""
-        df = self._df.get(token, 0)
-        return math.log1p((len(self._row) - df + 0.5) / (df + 0.5))
+        self.idf = lru_cache(1 << 20)(self._index.idf)
 
     def share(self, query: Iterable[str], tokens: Iterable[str]) -> float:
         """The share of the weight of the query's distinct words that are among the tokens."""
@@ -256,21 +234,22 @@ class WordStatistics:
 
     def score(self, query: Sequence[str], tokens: Sequence[str], k1: float = 1.5, b: float = 0.75) -> float:
         """The BM25 score of a text that need not be in the sample (see `BM25`)."""
-        count, norm = Counter(tokens), k1 * (1 - b + b * len(tokens) / self._mean_length)
+        count, norm = Counter(tokens), k1 * (1 - b + b * len(tokens) / max(1.0, self._index.mean_length))
         return sum(self.idf(token) * count[token] / (count[token] + norm) for token in query if token in count)
 
     def ranks(self, candidates: Sequence[Candidate]) -> npt.NDArray[np.int64]:
         """For each candidate the number of other passages with a higher score than its passage without the query."""
         rank_C = np.empty(len(candidates), np.int64)
-        step = max(1, (1 << 24) // len(self._row))
-        for start in range(0, len(candidates), step):
+        step = min(_BLOCK, max(1, (1 << 24) // len(self._row)))
+        starts = range(0, len(candidates), step)
+        for start in progress_bar(None, "searching passages", "block", iterable=starts):
             block = candidates[start : start + step]
             score_CN = self._index.scores([each.query for each in block])
-            own_C = [self.score(words(each.query), words(each.positive)) for each in block]
-            for number, (each, own, score_N) in enumerate(zip(block, own_C, score_CN, strict=True), start):
+            for row, (each, score_N) in enumerate(zip(block, score_CN, strict=True), start):
+                own = self.score(words(each.query), words(each.positive))
                 if each.passage in self._row:
                     score_N[self._row[each.passage]] = 0
-                rank_C[number] = (score_N > own).sum()
+                rank_C[row] = (score_N > own).sum()
         return rank_C
 
     def fault(self, candidate: Candidate, passage: Passage) -> str | None:

@@ -1,6 +1,7 @@
 """From documents to a file of passages, without repeated paragraphs and near copies, and a list of what is left out."""
 
 import json
+import pickle
 import posixpath
 import re
 from array import array
@@ -13,8 +14,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from embeddings.adaptation.documents import FoundFile, LeftOut, check_columns, find_files, read_file
-from embeddings.adaptation.markup import Block, Document, Link
+from embeddings.adaptation.documents import FoundFile, LeftOut, Read, find_files, read_file
+from embeddings.adaptation.markup import Document, Link
 from embeddings.adaptation.passages import Passage, Splitter
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import (
@@ -26,10 +27,11 @@ from embeddings.common.io import (
     text_hash,
     write_file_manifest,
 )
-from embeddings.common.jobs import discard_on_user_error, manifest_path
+from embeddings.common.jobs import discard_on_user_error, finished_manifest, manifest_path
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import shorten
 from embeddings.data.near_duplicates import NearDuplicates
+from embeddings.inference.vector_folder import check_columns
 
 KIND = {"kind": "passages"}
 # Near copies are alike but for a word or two in a hundred: more may be what a reader searches for.
@@ -38,39 +40,21 @@ DEFAULT_SIMILARITY = 0.9
 _REPEATED_SHARE, _LEAST_REPEATED, _MOST_REPEATED = 0.05, 4, 20
 # Letters of documents that are split at once.
 _BATCH_LETTERS = 1 << 20
-# Passages whose signatures are computed at once.
-_SIGNED_AT_ONCE = 512
 # A longer mean word shows that most texts have no spaces between words.
 _LONGEST_MEAN_WORD = 12
 _NUM_EXAMPLES, _NUM_REPEATED_EXAMPLES = 6, 3
 # Causes that are usual in a folder, and therefore only counted.
-_USUAL = (
-    "empty",
-    "hidden file",
-    "folder of generated or hidden files",
-    "binary",
-    "kind of file that is not read",
-    "minified",
-)
+_USUAL = ("empty", "hidden file", "folder of generated", "binary", "kind of file that is not read", "minified")
 
 
 @dataclass
 class PassageReport:
     """What became passages and what did not.
 
-    Attributes:
-        output: The file of passages.
-        log: The file that lists everything that was left out.
-        num_files: Files that were found.
-        num_documents: Documents with text.
-        num_passages: Passages that were written.
-        left_out: The number of files, folders and rows that were left out, by cause.
-        examples: The first files that could not be read although their kind is one that is read.
-        num_examples: The number of such files.
-        num_repeated: Occurrences of paragraphs that many documents repeat, without the first.
-        repeated: The most frequent of these paragraphs, with their number of documents.
-        num_copies: Passages that nearly equal an earlier one.
-        tokens: The least, median and largest number of tokens of a passage.
+    `examples` are the first of `num_examples` files that could not be read although their kind is one that is read.
+    `repeated` are the most frequent paragraphs that many documents repeat, with their number of documents;
+    `num_repeated` counts them without the first occurrences. `tokens` are the least, median and largest number of
+    tokens of a passage.
     """
 
     output: Path
@@ -103,17 +87,8 @@ def write_passages(
 
     A line has `_id`, `title`, `text`, `file`, `position` (in the document's text), `document` (the file, or a row's
     id), and `links` to other files as `[[text, file#heading], ...]` if there are any. What is left out is listed in
-    `NAME.log.jsonl`. The same documents give the same bytes. The file appears when it is complete.
-
-    Args:
-        documents: A folder, which is searched for files, or a file.
-        output: The `.jsonl` file to write; one of an earlier run is replaced.
-        splitter: Cuts documents into passages.
-        columns: Column names of `text`, `title` or `_id` of tables, if they differ.
-        near_duplicates: Minimum similarity of near copies, of which the first is retained; None to retain all.
-
-    Returns:
-        PassageReport: What was read, left out and written.
+    `NAME.log.jsonl`. The same documents give the same bytes. The file appears when it is complete. The arguments are
+    those of the command `passages`.
 
     Raises:
         InputError: If there is no text, or `output` is a file that this library did not write.
@@ -129,7 +104,8 @@ def write_passages(
     with (
         discard_on_user_error(output),
         scratch_folder(output) as folder,
-        open(folder / "log", "w", encoding="utf-8") as log,
+        atomic_path(log_path(output)) as listing,
+        open(listing, "w", encoding="utf-8") as log,
     ):
         report = PassageReport(output, log_path(output), len(files))
         work = _Work(folder, report, log)
@@ -147,9 +123,6 @@ def write_passages(
             fields |= {"near_duplicates": near_duplicates, "left_out": report.left_out}
             counts = ("num_documents", "num_passages", "num_repeated", "num_copies")
             fields |= {name: getattr(report, name) for name in counts}
-            log.flush()
-            with atomic_path(report.log) as listing:
-                listing.write_bytes((folder / "log").read_bytes())
             fields["output_sha256"] = file_sha256(temporary)
             write_file_manifest(manifest_path(output), {**KIND, **fields})
     return report
@@ -157,17 +130,13 @@ def write_passages(
 
 def require_own_passages(output: Path) -> None:
     """Refuse to replace files that `write_passages` did not write, or that were changed since."""
-    paths = (output, log_path(output), manifest_path(output))
-    for path in paths:
-        require_regular(path)
-    present = [path for path in paths if path.exists()]
-    if not present:
-        return
-    if not manifest_path(output).exists():
-        raise InputError(str(present[0]), "already exists and has no manifest", "name a new file")
-    manifest = check_file_manifest(manifest_path(output), KIND)
-    if output.exists() and file_sha256(output) != manifest["output_sha256"]:
-        raise InputError(str(output), "is not the file that its manifest describes", "delete it, or name a new file")
+    log, manifest = log_path(output), manifest_path(output)
+    require_regular(log)
+    if manifest.exists():
+        check_file_manifest(manifest, KIND)
+    elif log.exists():
+        raise InputError(str(log), "already exists and has no manifest", "name a new file")
+    finished_manifest(output, KIND)
 
 
 def _no_text(documents: Path, report: PassageReport) -> InputError:
@@ -209,7 +178,7 @@ class _Work:
         """Convert all files, and count their paragraphs."""
         total = sum(file.num_bytes for file in files)
         with (
-            open(self._documents, "w", encoding="utf-8") as stored,
+            open(self._documents, "wb") as stored,
             progress_bar(total, "reading documents", "B", unit_scale=True) as bar,
         ):
             for file in files:
@@ -218,13 +187,12 @@ class _Work:
                         if isinstance(read, LeftOut):
                             self.leave_out(read)
                             continue
-                        document = read.document
-                        self._hashes.extend(set(_hashes(document)))
-                        self._total_letters += len(document.text)
-                        words = re.findall(r"\w+", document.text[:2000])
+                        self._hashes.extend(set(_hashes(read.document)))
+                        self._total_letters += len(read.document.text)
+                        words = re.findall(r"\w+", read.document.text[:2000])
                         self._num_letters += sum(map(len, words))
                         self._num_words += len(words)
-                        stored.write(json.dumps([read.file, read.name, *document]) + "\n")
+                        pickle.dump(read, stored)
                         self._report.num_documents += 1
 
     def split(self, splitter: Splitter, near_duplicates: float | None) -> None:
@@ -242,37 +210,30 @@ class _Work:
             progress_bar(self._total_letters, "cutting passages", "letter", unit_scale=True) as bar,
         ):
             for batch in self._batches():
-                documents = [self._without_repeated(document, repeated, seen) for _, _, document in batch]
-                items: list[tuple[str]] = []
-                for (file, name, _), passages in zip(batch, splitter.split(documents), strict=True):
-                    items += map(_item, passages)
+                documents = [self._without_repeated(read.document, repeated, seen) for read in batch]
+                split = splitter.split(documents)
+                for read, passages in zip(batch, split, strict=True):
                     for passage in passages:
                         self._offsets.append(stored.tell())
                         self.token_counts.append(passage.num_tokens)
-                        stored.write(json.dumps([file, name, *passage]).encode() + b"\n")
-                if self._rule is not None:
-                    blocks = (items[row : row + _SIGNED_AT_ONCE] for row in range(0, len(items), _SIGNED_AT_ONCE))
-                    self._signatures += map(self._rule.signatures, blocks)
+                        pickle.dump((read.file, read.name, passage), stored)
+                items = [_item(passage) for passages in split for passage in passages]
+                if self._rule is not None and items:
+                    self._signatures.append(self._rule.signatures(items))
                 bar.update(sum(len(document.text) for document in documents))
         for key, text in seen.items():
             self._line(cause="repeated paragraph", documents=repeated[key], text=text)
         frequent = sorted(seen, key=lambda key: -repeated[key])[:_NUM_REPEATED_EXAMPLES]
         self._report.repeated = [(seen[key], repeated[key]) for key in frequent]
 
-    def _batches(self) -> Iterator[list[tuple[str, str, Document]]]:
-        batch: list[tuple[str, str, Document]] = []
-        num_letters = 0
-        with open(self._documents, encoding="utf-8") as stored:
-            for line in stored:
-                file, name, text, blocks, separator = json.loads(line)
-                spans = [
-                    Block(start, end, kind, tuple(trail), _links(links)) for start, end, kind, trail, links in blocks
-                ]
-                batch.append((file, name, Document(text, spans, separator)))
-                num_letters += len(text)
-                if num_letters >= _BATCH_LETTERS:
-                    yield batch
-                    batch, num_letters = [], 0
+    def _batches(self) -> Iterator[list[Read]]:
+        batch, num_letters = list[Read](), 0
+        for read in _stored(self._documents):
+            batch.append(read)
+            num_letters += len(read.document.text)
+            if num_letters >= _BATCH_LETTERS:
+                yield batch
+                batch, num_letters = [], 0
         if batch:
             yield batch
 
@@ -294,7 +255,6 @@ class _Work:
         return document._replace(blocks=kept)
 
     def copies(self) -> Any:
-        """For each passage, whether it is a near copy of an earlier one."""
         if self._rule is None:
             return np.zeros(len(self._offsets), np.bool_)
         with open(self._passages, "rb") as stored:
@@ -303,23 +263,21 @@ class _Work:
                 found = []
                 for row in rows:
                     stored.seek(self._offsets[row])
-                    found.append(_item(_passage(stored.readline())[2]))
+                    found.append(_item(pickle.load(stored)[2]))
                 return found
 
             return self._rule.mark_copies(np.concatenate(self._signatures), items)
 
     def write(self, path: Path, is_copy_N: Any, files: set[str]) -> None:
         """Write the passages that are no copies, with their ids."""
-        with open(self._passages, "rb") as stored, open(path, "w", encoding="utf-8") as output:
-            for line, is_copy in zip(stored, is_copy_N.tolist(), strict=True):
-                file, name, passage = _passage(line)
+        with open(path, "w", encoding="utf-8") as output:
+            for (file, name, passage), is_copy in zip(_stored(self._passages), is_copy_N.tolist(), strict=True):
                 if is_copy:
                     beginning = shorten(passage.text, 80)
                     self._line(file=file, cause="near copy", position=passage.position, text=beginning)
                     continue
                 record: dict[str, Any] = {"_id": f"p{self._report.num_passages:06d}", "title": passage.title}
-                record["text"] = passage.text
-                record |= {"file": file, "position": passage.position, "document": name}
+                record |= {"text": passage.text, "file": file, "position": passage.position, "document": name}
                 targets = _targets(passage.links, file, files)
                 record |= {"links": targets} if targets else {}
                 output.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -341,13 +299,11 @@ def _item(passage: Passage) -> tuple[str]:
     return (f"{passage.title} {passage.text}",)
 
 
-def _passage(line: bytes) -> tuple[str, str, Passage]:
-    file, name, title, text, position, num_tokens, links = json.loads(line)
-    return file, name, Passage(title, text, position, num_tokens, _links(links))
-
-
-def _links(pairs: Sequence[Sequence[str]]) -> tuple[Link, ...]:
-    return tuple((text, target) for text, target in pairs)
+def _stored(path: Path) -> Iterator[Any]:
+    """The objects that were pickled one after another into a file."""
+    with open(path, "rb") as file:
+        while file.peek(1):
+            yield pickle.load(file)
 
 
 def _targets(links: Sequence[Link], file: str, files: set[str]) -> list[list[str]]:

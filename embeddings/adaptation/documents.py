@@ -32,28 +32,22 @@ from embeddings.adaptation.markup import (
     read_text,
     word_set,
 )
-from embeddings.common.errors import InputError, MissingExtraError, OptionError, require
+from embeddings.common.errors import InputError, MissingExtraError, require
 from embeddings.common.text import one_line
 from embeddings.data.readers import blocks_of, open_reader
+from embeddings.inference.vector_folder import COLUMNS
 
 EXTRA = "documents"
 MAX_FILE_BYTES = 32 * 2**20
-COLUMNS = ("_id", "title", "text")
-# fmt: off
 CODE_SUFFIXES = word_set(
     ".bash .bat .c .cc .cfg .clj .cmake .cpp .cs .cu .cuh .cxx .dart .el .erl .ex .exs .f90 .go .gradle .groovy .h .hpp"
     " .hs .ini .java .jl .js .jsx .kt .kts .lisp .lua .m .mjs .ml .mm .nim .php .pl .pm .proto .ps1 .r .rb .rs .scala"
     " .scss .sh .sol .sql .swift .tcl .tf .toml .ts .tsx .v .vb .vhd .vue .yaml .yml .zig .zsh .py .pyi"
 )
 # Data, generated files and styles: text, but nothing to search for.
-_UNREAD = word_set(
-    ".css .json .lock .log .map .svg .xml .xsd .xsl .xslt .geojson .pem .crt .po .pot"
-)
+_UNREAD = word_set(".css .json .lock .log .map .svg .xml .xsd .xsl .xslt .geojson .pem .crt .po .pot")
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-_JUNK_FOLDERS = frozenset((
-    "node_modules", "bower_components", "__pycache__", "__MACOSX", "venv", "site-packages", "_build",
-))
-# fmt: on
+_JUNK_FOLDERS = word_set("node_modules bower_components __pycache__ __MACOSX venv site-packages _build")
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -104,9 +98,7 @@ class FoundFile(NamedTuple):
 
 
 class _Unreadable(Exception):
-    def __init__(self, cause: str, detail: str = "") -> None:
-        super().__init__(cause)
-        self.cause, self.detail = cause, detail
+    """Its arguments are the cause, and perhaps the detail, of a `LeftOut`."""
 
 
 def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile], list[LeftOut]]:
@@ -119,26 +111,27 @@ def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile],
     if not root.is_dir():
         return [FoundFile(root.name, root, root.stat().st_size)], []
     found, left_out, own = [], list[LeftOut](), {path.resolve() for path in own}
-    own_names = {path.name for path in own}
+
+    def leave_out(path: Path, cause: str, detail: str = "") -> None:
+        left_out.append(LeftOut(_relative(path, root), cause, detail))
 
     def unlisted(error: OSError) -> None:
-        left_out.append(LeftOut(_relative(Path(str(error.filename)), root), "cannot be opened", error.strerror or ""))
+        leave_out(Path(str(error.filename)), "cannot be opened", error.strerror or "")
 
     for folder, subfolders, names in os.walk(root, onerror=unlisted):
-        linked = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
-        left_out += [LeftOut(_relative(Path(folder, name), root), "link to a folder") for name in linked]
-        subfolders[:] = [name for name in subfolders if name not in linked]
-        junk = [name for name in subfolders if name.startswith(".") or name in _JUNK_FOLDERS]
-        hidden = [name for name in names if name.startswith(".")]
-        for name in [*junk, *hidden]:
-            cause = "folder of generated or hidden files" if name in junk else "hidden file"
-            left_out.append(LeftOut(_relative(Path(folder, name), root), cause))
-        subfolders[:] = [name for name in subfolders if name not in junk]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+        for name in [*subfolders]:
+            is_link = os.path.islink(os.path.join(folder, name))
+            if is_link or name.startswith(".") or name in _JUNK_FOLDERS:
+                subfolders.remove(name)
+                cause = "link to a folder" if is_link else "folder of generated or hidden files"
+                leave_out(Path(folder, name), cause)
+        for path in (Path(folder, name) for name in names):
             try:
-                if not path.is_file():
-                    left_out.append(LeftOut(_relative(path, root), "not a file", "a broken link, a pipe or a device"))
-                elif path.name not in own_names or path.resolve() not in own:
+                if path.name.startswith("."):
+                    leave_out(path, "hidden file")
+                elif not path.is_file():
+                    leave_out(path, "not a file", "a broken link, a pipe or a device")
+                elif path.resolve() not in own:
                     found.append(FoundFile(_relative(path, root), path, path.stat().st_size))
             except OSError as error:
                 unlisted(error)
@@ -167,7 +160,7 @@ def read_file(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | Le
             raise _Unreadable("without text", "scanned pages?" if suffix == ".pdf" else "")
         yield Read(file.name, file.name, document)
     except _Unreadable as error:
-        yield LeftOut(file.name, error.cause, error.detail)
+        yield LeftOut(file.name, *error.args)
     except MissingExtraError as error:
         yield LeftOut(file.name, f"{suffix} needs an optional library", str(error))
     except InputError as error:
@@ -305,16 +298,7 @@ def _cell(value: object) -> str:
     return text.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\0", "")
 
 
-def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
-    """The columns of tables by field; an `OptionError` for an unknown field."""
-    for name in columns or ():
-        if name not in COLUMNS:
-            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
-    return dict(columns or {})
-
-
 def _read_notebook(text: str) -> Document:
-    """The Markdown and the code of a Jupyter notebook, without its outputs."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -354,7 +338,6 @@ def _read_pdf(data: bytes) -> Document:
 
 
 def _outline(entries: Sequence[Any], level: int = 1) -> Iterator[tuple[str, int]]:
-    """The titles of a PDF's outline with their levels."""
     for entry in entries:
         if isinstance(entry, list):
             yield from _outline(entry, level + 1)
@@ -388,7 +371,6 @@ def _joined_lines(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _read_docx(data: bytes) -> Document:
-    """The headings, paragraphs, lists and tables of a Word document."""
     builder, items = Builder(), list[str]()
     for part in require("docx", EXTRA).Document(io.BytesIO(data)).iter_inner_content():
         is_table = hasattr(part, "rows")
@@ -412,7 +394,6 @@ def _read_docx(data: bytes) -> Document:
 
 
 def _read_epub(data: bytes) -> Document:
-    """The chapters of a book in their order."""
     builder = Builder()
     with zipfile.ZipFile(io.BytesIO(data)) as book:
         container = ElementTree.fromstring(book.read("META-INF/container.xml"))

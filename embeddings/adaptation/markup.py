@@ -7,6 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import count, repeat
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -79,17 +80,13 @@ def word_set(text: str) -> frozenset[str]:
 
 def read_text(text: str) -> Document:
     """Plain text: its paragraphs, which blank lines separate."""
-    return Document(text, [Block(start, end, "prose") for start, end in _paragraphs(text)])
-
-
-def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
-    start = 0
+    blocks, start = list[Block](), 0
     for gap in [*re.finditer(r"\n\s*\n\s*", text), None]:
         part = text[start : len(text) if gap is None else gap.start()]
         if part.strip():
-            first = start + len(part) - len(part.lstrip())
-            yield first, start + len(part.rstrip())
+            blocks.append(Block(start + len(part) - len(part.lstrip()), start + len(part.rstrip()), "prose"))
         start = len(text) if gap is None else gap.end()
+    return Document(text, blocks)
 
 
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
@@ -116,12 +113,8 @@ def _markdown_parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark").enable("table")
     # HTML in Markdown is closed at its end, so that it does not change what follows.
     parser.add_render_rule("html_block", lambda _, tokens, row, *__: _closed(tokens[row].content))
-    parser.add_render_rule("html_inline", lambda _, tokens, row, *__: _break(tokens[row].content))
+    parser.add_render_rule("html_inline", lambda _, tokens, row, *__: "<br>" * tokens[row].content.startswith("<br"))
     return parser
-
-
-def _break(tag: str) -> str:
-    return "<br>" if tag.startswith("<br") else ""
 
 
 def _closed(html: str) -> str:
@@ -164,7 +157,6 @@ def read_html(html: str) -> Document:
 
 
 def add_html(html: str, builder: Builder) -> None:
-    """Add the blocks of a page."""
     page, tree = _Page(builder), _tree(html)
     parts = tree.xpath(_MAIN) or [tree]
     if not any(part.xpath(".//h1") for part in parts):
@@ -182,8 +174,8 @@ class _Page:
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._link: tuple[int, str] | None = None
-        # For each open list or table the next number, if it has numbers.
-        self._lists: list[int | None] = []
+        # The markers of the items of each open list or table.
+        self._lists: list[Iterator[str]] = []
         self._marker = ""
         self._lines: list[str] = []
         self._line_links: list[Link] = []
@@ -231,13 +223,10 @@ class _Page:
                 self._end_lines()
             elif tag in ("ul", "ol", "table"):
                 first = node.get("start", "")
-                number = int(first) if first.isdecimal() else 1
-                self._lists.append(number if tag == "ol" else None)
+                numbers = count(int(first) if first.isdecimal() else 1)
+                self._lists.append(map("{}. ".format, numbers) if tag == "ol" else repeat("- "))
             elif tag == "li" and self._lists:
-                next_number = self._lists[-1]
-                self._marker = "- " if next_number is None else f"{next_number}. "
-                if next_number is not None:
-                    self._lists[-1] = next_number + 1
+                self._marker = next(self._lists[-1])
             elif tag == "tr":
                 self._end_row()
 
@@ -394,12 +383,8 @@ def _add_paragraph(lines: list[str], builder: Builder) -> None:
     elif _LIST_ITEM.match(text) or text.startswith((">>>", "|")):
         builder.add("lines", _plain_rst(text) if not text.startswith(">>>") else text)
     elif text.strip() != "::":
-        builder.add("prose", re.sub(r"(\S?)\s*::$", _before_literal, _plain_rst(" ".join(text.split()))))
-
-
-def _before_literal(match: re.Match[str]) -> str:
-    """The end of a paragraph before a literal block: a colon, or nothing if `::` stands apart."""
-    return match[1] if match[0][len(match[1]) :].startswith(" ") else f"{match[1]}:"
+        # `::` announces a literal block: a colon remains of it, unless it stands apart.
+        builder.add("prose", re.sub(r" ::$|(?<=:):$", "", _plain_rst(" ".join(text.split()))))
 
 
 def _plain_rst(text: str) -> str:
@@ -427,7 +412,7 @@ def read_python(source: str, name: str) -> Document:
     for line in lines:
         starts.append(starts[-1] + len(line) + 1)
     blocks = []
-    for first, last, kind, trail in _definitions(tree.body, (".".join(parts),), lines, 1, len(lines)):
+    for first, last, kind, trail in _definitions(tree.body, (".".join(parts),), lines, 1):
         start, end = starts[first - 1], min(starts[last] - 1, len(source))
         end = start + len(source[start:end].rstrip())
         if end > start:
@@ -436,12 +421,13 @@ def read_python(source: str, name: str) -> Document:
 
 
 _Range = tuple[int, int, Kind, tuple[str, ...]]
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Statements of at most so many lines directly above a definition belong to it.
 _ATTACHED_LINES = 3
 
 
 def _definitions(
-    body: list[ast.stmt], trail: tuple[str, ...], lines: list[str], first: int, last: int, head: int | None = None
+    body: list[ast.stmt], trail: tuple[str, ...], lines: list[str], first: int, head: int | None = None
 ) -> Iterator[_Range]:
     """The line ranges of the functions in a body, and of the statements between them, imports excepted.
 
@@ -456,11 +442,11 @@ def _definitions(
         is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_left_out = isinstance(node, ast.Import | ast.ImportFrom) or _is_list_of_names(node)
         is_module_docstring = is_docstring and len(trail) == 1
-        if not (_is_definition(node) or is_left_out or is_module_docstring):
+        if not (isinstance(node, _DEFINITIONS) or is_left_out or is_module_docstring):
             run = [run[0] if run else start, end]
             continue
         is_short = bool(run) and run[1] - run[0] < _ATTACHED_LINES
-        if is_short and _is_definition(node) and not any(line.strip() for line in lines[run[1] : start - 1]):
+        if is_short and isinstance(node, _DEFINITIONS) and not any(line.strip() for line in lines[run[1] : start - 1]):
             start, run = run[0], []
         if run:
             yield run[0], run[1], "lines", trail
@@ -477,25 +463,18 @@ def _definitions(
 
 def _class(node: ast.ClassDef, trail: tuple[str, ...], lines: list[str], start: int, end: int) -> Iterator[_Range]:
     """The lines of a class up to its first method, and its methods; alone, its first line belongs to a method."""
-    methods = [child for child in node.body if _is_definition(child)]
-    if not methods:
+    place = next((place for place, child in enumerate(node.body) if isinstance(child, _DEFINITIONS)), None)
+    if place is None:
         yield start, end, "lines", trail
         return
-    first = _first_line(methods[0], lines)
-    if methods[0] is node.body[0]:
-        yield from _definitions(node.body, trail, lines, first, end, head=start)
-        return
-    yield start, first - 1, "lines", trail
-    rest = node.body[node.body.index(methods[0]) :]
-    yield from _definitions(rest, trail, lines, first, end)
+    first = _first_line(node.body[place], lines)
+    if place > 0:
+        yield start, first - 1, "lines", trail
+    yield from _definitions(node.body[place:], trail, lines, first, head=None if place > 0 else start)
 
 
 def _is_list_of_names(node: ast.stmt) -> bool:
     return isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets)
-
-
-def _is_definition(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 
 def _first_line(node: ast.stmt, lines: list[str]) -> int:

@@ -1,8 +1,8 @@
 """Queries that a language model writes for passages: one line a request, after examples of the same documents."""
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,14 +48,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class QueryModel:
-    """A language model that writes queries for training passages, one line a request.
-
-    Args:
-        endpoint: Base URL of a server with OpenAI's chat protocol, such as `http://localhost:8000/v1`.
-        model: The model's name at the endpoint; None for the only one that it lists.
-        max_requests: Maximum passages that the model is asked about; a random sample of this size.
-        stream: Whether answers come in parts; False for a server that cannot.
-    """
+    """A language model that writes queries for training passages, one line a request; see the command `queries`."""
 
     endpoint: str
     model: str | None = None
@@ -70,9 +63,7 @@ class QueryModel:
     @property
     def fields(self) -> dict[str, Any]:
         """What determines the queries, for a manifest. The address may contain a password."""
-        fields = asdict(self) | {"endpoint": text_hash(self.endpoint)}
-        del fields["stream"]
-        return fields
+        return {"endpoint": text_hash(self.endpoint), "model": self.model, "max_requests": self.max_requests}
 
     def found(self) -> "QueryModel":
         """The same with the model's name; an `InputError` if nothing answers at the endpoint."""
@@ -97,19 +88,10 @@ def written_queries(
     statistics: WordStatistics,
     seed: int,
 ) -> Written:
-    """The queries that a model writes for a sample of the passages, each good by itself (see `WordStatistics.fault`).
+    """The queries that a model, which has its name, writes for passages, each good by itself (`WordStatistics.fault`).
 
-    The answers are saved beside the output, in `OUTPUT.work`, in a folder of each model. Requests that have one are not
-    sent again.
-
-    Args:
-        path: The file of passages.
-        output: The folder whose queries these are.
-        model: The model, with its name.
-        offered: Queries that passages which are not held out offer by themselves; examples are chosen of them.
-        is_held_out: Whether the passages of a document are not asked about.
-        statistics: The words of the passages.
-        seed: Seed of the choice of passages and examples, and of the requests.
+    Examples are chosen of `offered`, the queries that passages which are not held out offer by themselves. The answers
+    are saved beside the output, in `OUTPUT.work`, in a folder of each model; a request that has one is not sent again.
     """
     assert model.model is not None
     sampling = Sampling(model.model, TEMPERATURE, MAX_ANSWER_TOKENS, extra_body={"stop": ["\n"]}, stream=model.stream)
@@ -155,19 +137,17 @@ def _announce(model: str, missing: Sequence[Request], num_saved: int) -> None:
     """Say what the requests may cost, before the first is sent."""
     if missing:
         prompts = sum(request.num_bytes // _TOKEN_BYTES for request in missing)
-        answers = MAX_ANSWER_TOKENS * len(missing)
-        tokens = f"some {prompts:,} tokens of prompts (estimated) and at most {answers:,} of answers"
-        logger.info("%s: %s requests, %s; %s answers are saved", model, f"{len(missing):,}", tokens, f"{num_saved:,}")
+        tokens = f"some {prompts:,} tokens of prompts (estimated) and at most {MAX_ANSWER_TOKENS * len(missing):,}"
+        logger.info(
+            "%s: %s requests, %s of answers; %s answers are saved", model, f"{len(missing):,}", tokens, f"{num_saved:,}"
+        )
 
 
 def _chosen(path: Path, is_held_out: Callable[[str], bool], limit: int, seed: int) -> list[Passage]:
     """A random sample of the passages that are long enough; a larger one contains a smaller one."""
-    sample = list[tuple[int, int, Passage]]()
-    for row, passage in enumerate(read_passages(path, "choosing from")):
-        if not is_held_out(passage.document) and num_words(passage.text) >= LEAST_REST:
-            item = (-derive_seed(seed, KIND, passage.id), -row, passage)
-            (heapq.heappush if len(sample) < limit else heapq.heappushpop)(sample, item)
-    return [passage for *_, passage in sorted(sample, reverse=True)]
+    passages = read_passages(path, "choosing from")
+    asked = (each for each in passages if not is_held_out(each.document) and num_words(each.text) >= LEAST_REST)
+    return heapq.nsmallest(limit, asked, key=lambda passage: derive_seed(seed, KIND, passage.id))
 
 
 # Short words, most of them function words, and the characters of scripts without spaces tell languages apart.
@@ -179,23 +159,17 @@ def _short_words(text: str) -> set[str]:
 
 
 class Examples:
-    """Queries that passages offer, of which the prompts show those that are most like the passage in their language.
-
-    Args:
-        offered: The queries.
-        seed: Seed of the choice of a pool of each kind.
-    """
+    """Queries that passages offer, of which the prompts show those most like the passage in their language."""
 
     def __init__(self, offered: Sequence[Candidate], seed: int) -> None:
-        pools: dict[str, list[tuple[int, int, Candidate]]] = {}
-        for row, each in enumerate(offered):
-            if num_words(each.query) <= _MOST_WORDS:
-                item = (-derive_seed(seed, "example", each.passage, each.query), -row, each)
-                pool = pools.setdefault(each.kind, [])
-                (heapq.heappush if len(pool) < _POOL else heapq.heappushpop)(pool, item)
-        kinds = sorted(pools, key=[*KINDS].index)
-        chosen = [each for kind in kinds for *_, each in sorted(pools[kind], reverse=True)]
-        self._pool = [(_short_words(each.text), each) for each in chosen]
+        short = [each for each in offered if num_words(each.query) <= _MOST_WORDS]
+        self._pool: list[tuple[set[str], Candidate]] = []
+        for kind in KINDS:
+            of_kind = (each for each in short if each.kind == kind)
+            drawn = heapq.nsmallest(
+                _POOL, of_kind, key=lambda each: derive_seed(seed, "example", each.passage, each.query)
+            )
+            self._pool += [(_short_words(each.text), each) for each in drawn]
 
     def of(self, passage: Passage) -> list[Candidate]:
         """At most four examples of other passages, of different kinds where they are as alike; the best is last."""
@@ -215,7 +189,6 @@ class Examples:
 
 
 def prompt_of(text: str) -> str:
-    """The prompt for one line about a text."""
     return f"Passage: {text}\n\n{INSTRUCTION}"
 
 
@@ -225,7 +198,7 @@ def _request(passage: Passage, examples: Examples, statistics: WordStatistics, s
     # As an earlier conversation: chat models of any size then answer in the same form.
     shown = [(prompt_of(shorten(each.positive, _EXAMPLE_CHARACTERS)), each.query) for each in chosen]
     prompt = prompt_of(shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS))
-    return make_request(f"query/{passage.id}", prompt, seed, read, False, parse=read_line, examples=shown)
+    return make_request(f"query/{passage.id}", prompt, seed, read, wants_object=False, parse=read_line, examples=shown)
 
 
 _WORD = regex.compile(r"\w+")
@@ -264,24 +237,17 @@ def read_line(answer: Answer) -> str:
     """The first line of an answer with a query, cleaned; `RejectedAnswer` for a refusal or a line that is cut off."""
     if answer.refused is not None or answer.finish_reason == "content_filter":
         raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
-    lines = list(_lines(answer.content or ""))
-    if not lines:
+    found = ((line, cleaned(line)) for line in (answer.content or "").splitlines(keepends=True))
+    line, query = next(((line, query) for line, query in found if query), ("", ""))
+    if not query:
         raise RejectedAnswer("empty_answer")
-    query, is_whole = lines[0]
     if _REFUSAL.match(query):
         raise RejectedAnswer("refused", query)
-    if answer.finish_reason == "length" and not is_whole:
+    if answer.finish_reason == "length" and line == line.rstrip("\r\n"):
         raise RejectedAnswer("cut_off", query)
     if printable(query) != query:
         raise RejectedAnswer("unusable_text", query)
     return query
-
-
-def _lines(text: str) -> Iterator[tuple[str, bool]]:
-    """The lines with a query, and whether each has an end."""
-    for line in text.splitlines(keepends=True):
-        if query := cleaned(line):
-            yield query, line != line.rstrip("\r\n")
 
 
 def read_query(query: str, passage: Passage, examples: Sequence[Candidate], statistics: WordStatistics) -> Candidate:

@@ -45,12 +45,7 @@ class Passage(NamedTuple):
 
 
 class TokenCounter:
-    """Counts tokens as a model sees documents: with its prompt and its special tokens.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        settings: The model's lengths, prompts and special tokens.
-    """
+    """Counts tokens as a model sees documents: with its prompt and its special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
         self.max_length = settings.document_max_length
@@ -83,7 +78,6 @@ class TokenCounter:
         return starts
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """The number of tokens of each text with prompt and special tokens."""
         encodings = self._backend.encode_batch_fast([self._prompt + text for text in texts])
         return [len(encoding) + self._num_reserved for encoding in encodings]
 
@@ -140,12 +134,8 @@ class Splitter:
 
     A passage lies in one section, whose trail of headings is its title; very short neighbouring sections share one.
     A section that is too long is cut into passages of similar length: between paragraphs, else before a sentence
-    (or a line of code or of a list), and inside a sentence only if it alone is too long.
-
-    Args:
-        counter: Counts the tokens.
-        max_tokens: Maximum number of tokens of title and text with prompt and special tokens; None for the model's
-            maximum, and at most 256.
+    (or a line of code or of a list), and inside a sentence only if it alone is too long. `max_tokens` counts title and
+    text with prompt and special tokens; it is at most the model's maximum, by default also at most 256.
     """
 
     def __init__(self, counter: TokenCounter, max_tokens: int | None = None) -> None:
@@ -172,9 +162,11 @@ class Splitter:
         ]
         spans = []
         for (number, section), (title, num_tokens) in zip(sections, self._titles(documents, sections), strict=True):
-            room = self._num_free - num_tokens
-            for start, end in self._cut_section(documents[number], section, tokens[number], room):
-                spans.append(_Span(number, start, end, title, section.blocks))
+            document, of_block = documents[number], tokens[number]
+            units = [unit for block in section.blocks for unit in self._units(document, block, of_block[block.start])]
+            sizes, costs = [unit.num_tokens for unit in units], [unit.cost for unit in units]
+            for first, last in pairwise(best_cuts(sizes, costs, self._num_free - num_tokens)):
+                spans.append(_Span(number, units[first].start, units[last - 1].end, title, section.blocks))
         return self._finished(documents, spans)
 
     def _sections(self, document: Document, tokens: _Tokens) -> list[_Section]:
@@ -214,14 +206,6 @@ class Splitter:
 
     def _num_tokens(self, blocks: Sequence[Block], tokens: _Tokens) -> int:
         return sum(len(tokens[block.start]) + self.counter.num_between_blocks for block in blocks)
-
-    def _cut_section(
-        self, document: Document, section: _Section, tokens: _Tokens, room: int
-    ) -> Iterator[tuple[int, int]]:
-        units = [unit for block in section.blocks for unit in self._units(document, block, tokens[block.start])]
-        cuts = best_cuts([unit.num_tokens for unit in units], [unit.cost for unit in units], room)
-        for first, last in pairwise(cuts):
-            yield units[first].start, units[last - 1].end
 
     def _units(self, document: Document, block: Block, starts: Sequence[int]) -> Iterator[_Unit]:
         """A short block as a whole, a longer one by its sentences or lines, and words where these are too long."""
@@ -337,10 +321,8 @@ def sentence_starts(text: str) -> list[tuple[int, float]]:
 
 def line_starts(text: str) -> list[tuple[int, float]]:
     """Where lines begin after the first one; a cut at a blank line costs less."""
-    found = []
-    for match in regex.finditer(r"\n\s*?(?=[^\n\S]*\S)", text):
-        found.append((match.end(), _BLANK_LINE if match[0].count("\n") > 1 else math.inf))
-    return found
+    ends = regex.finditer(r"\n\s*?(?=[^\n\S]*\S)", text)
+    return [(match.end(), _BLANK_LINE if match[0].count("\n") > 1 else math.inf) for match in ends]
 
 
 def _word_cuts(text: str, start: int, end: int, starts: Sequence[int], step: int) -> Iterator[int]:

@@ -1,11 +1,10 @@
 """The command `queries`: queries for the passages of one's own documents, split into training and evaluation."""
 
 import heapq
-import json
 import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -29,12 +28,11 @@ from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain, words
 from embeddings.common.errors import InputError, OptionError, refuse_given
-from embeddings.common.io import file_sha256, folder_hashes, link_or_copy, write_json
+from embeddings.common.io import file_sha256, folder_hashes, write_json, write_json_lines
 from embeddings.common.jobs import manifest_path
 from embeddings.common.own_folder import replaced_folder, require_replaceable
-from embeddings.common.progress import progress_bar
 from embeddings.common.random import derive_seed
-from embeddings.data.docstrings import finished_manifest
+from embeddings.data.docstrings import finished_manifest, write_retrieval_folder
 from embeddings.data.near_duplicates import NearDuplicates
 from embeddings.data.store import StoredRow
 from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
@@ -49,8 +47,11 @@ MIN_PASSAGES = 200
 HELD_OUT_SHARE = 0.2
 # Passages whose words are counted, which also compete for each query; passages that are asked for the pseudo test.
 _SAMPLE, _MAX_HELD_OUT = 20_000, 4_000
-# Links that are remembered, and texts whose signatures are computed at once.
-_MAX_LINKS, _BLOCK = 500_000, 512
+# Links that are remembered, and queries of the pseudo test.
+_MAX_LINKS, _MAX_TEST = 500_000, 500
+# The Jaccard similarity of near-copies among queries, and the share of an evaluation query's BM25 weight that makes a
+# training query similar to it.
+_NEAR_COPY, _RESEMBLES = 0.8, 0.8
 _HALF = 2.0**63
 
 
@@ -64,9 +65,6 @@ class QuerySettings:
         validation_share: Share of the real queries that are for validation; the others are the test.
         per_passage: Maximum sentences, and maximum docstrings, of a passage that become queries.
         max_passages: Maximum passages that are asked for training queries; a random sample of this size.
-        max_test_queries: Maximum queries of the pseudo test.
-        near_duplicates: Minimum Jaccard similarity of queries that are near-copies, 0.5 to 1.
-        bm25_threshold: The share of an evaluation query's BM25 weight that makes a training query similar to it.
         seed: Seed of the random choices.
     """
 
@@ -75,9 +73,6 @@ class QuerySettings:
     validation_share: float = 0.25
     per_passage: int = 3
     max_passages: int = 50_000
-    max_test_queries: int = 500
-    near_duplicates: float = 0.8
-    bm25_threshold: float = 0.8
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,22 +80,17 @@ class QuerySettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise OptionError(name, value, "must be >= 0 and < 1", "0.2 is usual")
-        for name in ("per_passage", "max_passages", "max_test_queries"):
+        for name in ("per_passage", "max_passages"):
             if getattr(self, name) < 1:
                 raise OptionError(name, getattr(self, name), "must be >= 1", "leave it out for the default")
-        NearDuplicates(self.near_duplicates)
 
 
 @dataclass
 class QueriesReport:
     """What was written: see `summary.json`.
 
-    Attributes:
-        counts: Passages, documents, training pairs of each file and queries of each evaluation folder.
-        kinds: For each kind of query how many were proposed, kept for training or the pseudo test, and rejected by
-            reason.
-        notes: Lines for the user.
-        reused: Whether an earlier run with the same inputs wrote the folder.
+    For each kind of query `kinds` has how many were proposed, kept for training or the pseudo test, and rejected by
+    reason. `notes` are lines for the user. `reused`: an earlier run with the same inputs wrote the folder.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -108,16 +98,12 @@ class QueriesReport:
     notes: list[str] = field(default_factory=list)
     reused: bool = False
 
-    def propose(self, kind: str) -> None:
-        self._kind(kind)["proposed"] += 1
+    def count(self, kind: str, place: str) -> None:
+        self._kind(kind)[place] += 1
 
     def reject(self, candidate: Candidate, reason: str) -> None:
         rejected = self._kind(candidate.kind)["rejected"]
         rejected[reason] = rejected.get(reason, 0) + 1
-
-    def keep(self, candidates: Iterable[Candidate], place: str) -> None:
-        for candidate in candidates:
-            self._kind(candidate.kind)[place] += 1
 
     def _kind(self, kind: str) -> dict[str, Any]:
         return self.kinds.setdefault(kind, {"proposed": 0, "training": 0, "pseudo_test": 0, "rejected": {}})
@@ -135,21 +121,11 @@ def make_queries(
 ) -> QueriesReport:
     """Write training pairs and evaluation folders for passages; the same inputs and seed give the same bytes.
 
-    With a language model its answers are inputs too. They are saved in `OUTPUT.work`, so no request is sent twice.
-
     Whole documents are held out before anything else. The folder has `pairs.jsonl` (queries that the documents offer by
-    themselves), `pairs-model.jsonl` (queries of the language model), `evaluation/` and `validation/` (real queries with
-    judgements), `evaluation-pseudo/` (queries of the held-out documents, whose passages there lack the query),
-    `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part without content is absent.
-
-    Args:
-        passages: The file of passages (see `read_passages`).
-        output: The folder to write: new, empty, or written by this function.
-        log: Real queries (see `read_log`).
-        columns: Columns of the log with other names.
-        evaluation: More evaluation texts, which no training query may resemble.
-        settings: What is held out, and how many queries are made.
-        model: A language model that writes more training queries.
+    themselves), `pairs-model.jsonl` (queries of the language model), `evaluation/` and `validation/` (real queries of
+    `log` with judgements), `evaluation-pseudo/` (queries of the held-out documents, whose passages there lack the
+    query), `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part without content is absent.
+    The language model's answers, which are inputs too, are saved in `OUTPUT.work`, so no request is sent twice.
     """
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})
@@ -170,18 +146,18 @@ def make_queries(
     model = None if model is None else model.found()
     real = QueryLog([], []) if log is None else read_log(log, columns)
     survey = _Survey(passages, real, settings)
-    report = QueriesReport()
-    judged = survey.judged(passages, real, log, report)
-    split = _Split(survey, judged, bool(real.labels), settings, report)
-    candidates = _collect(passages, survey, split, settings, report)
+    if log is not None:
+        survey.find_judged(real, log)
+    split, report = _Split(survey, bool(real.labels)), survey.report
+    candidates = _collect(survey, split)
     if model is not None and split.num_training >= MIN_PASSAGES:
-        candidates += _written(passages, output, candidates, model, split, survey, settings, report)
-    training, test = _select(candidates, split, survey, settings, report)
-    parts = {name: [real.queries[row] for row in rows] for name, rows in split.real.items()}
-    texts = [*parts["evaluation"], *parts["validation"], *(each.query for each in test)]
-    training = _decontaminated(training, texts, evaluation, settings, report)
-    report.keep(training, "training")
-    report.keep(test, "pseudo_test")
+        candidates += _written(survey, split, candidates, model, output)
+    training, test = _select(survey, split, candidates)
+    texts = [*(real.queries[row] for rows in split.real.values() for row in rows), *(each.query for each in test)]
+    training = _decontaminated(survey, training, texts, evaluation)
+    for place, kept in (("training", training), ("pseudo_test", test)):
+        for each in kept:
+            report.count(each.kind, place)
     pairs = {
         PAIRS: [each for each in training if each.kind != MODEL_KIND],
         MODEL_PAIRS: [each for each in training if each.kind == MODEL_KIND],
@@ -200,11 +176,11 @@ def make_queries(
             rows = ({"query": each.query, "positive": each.positive, "kind": each.kind, "passage": each.passage,
                      "document": each.document} for each in candidates)  # fmt: skip
             if candidates:
-                _write_lines(new / name, rows)
+                write_json_lines(new / name, rows)
         if unjudged:
-            queries = enumerate(unjudged)
-            _write_lines(new / "unjudged.jsonl", ({"_id": f"q{row:06d}", "text": text} for row, text in queries))
-        _write_real(new, passages, real, judged, split)
+            texts_of = ({"_id": f"q{row:06d}", "text": text} for row, text in enumerate(unjudged))
+            write_json_lines(new / "unjudged.jsonl", texts_of)
+        _write_real(new, real, survey, split)
         if test:
             _write_pseudo(new / "evaluation-pseudo", passages, test)
     return report
@@ -223,7 +199,8 @@ class _Survey:
     """What is learned in the first pass over the passages: counts, judgements, links, and a sample of their words."""
 
     def __init__(self, path: Path, log: QueryLog, settings: QuerySettings) -> None:
-        self.num_passages, self._seed = 0, settings.seed
+        self.path, self.settings, self.report = path, settings, QueriesReport()
+        self.num_passages = 0
         self.judgements = Judgements(log)
         # Passages by the file or heading that a link leads to: link text, document of the link.
         self.links: dict[str, list[tuple[str, str]]] = {}
@@ -247,14 +224,12 @@ class _Survey:
 
     def hash_of(self, name: str) -> int:
         """A random number below 2^63 for a document or passage."""
-        return derive_seed(self._seed, "queries", name)
+        return derive_seed(self.settings.seed, "queries", name)
 
     def is_common(self, heading: str) -> bool:
-        """Whether several sections have a heading."""
         return hash(heading) in self._common
 
     def is_shared(self, heading: str) -> bool:
-        """Whether the titles of several passages contain a heading."""
         return hash(heading) in self._shared
 
     def _add_links(self, passage: Passage, seen: set[tuple[str, str]]) -> None:
@@ -263,31 +238,36 @@ class _Survey:
             if ":" in target or not target or num_words(text) < KINDS["anchor"].least_words or len(seen) >= _MAX_LINKS:
                 continue
             file, _, fragment = target.partition("#")
-            relative = (
-                posixpath.normpath(posixpath.join(posixpath.dirname(passage.file), file)) if file else passage.file
-            )
+            relative = passage.file
+            if file:
+                relative = posixpath.normpath(posixpath.join(posixpath.dirname(passage.file), file))
             if (key_of(text), target) not in seen and relative != passage.file:
                 seen.add((key_of(text), target))
                 for name in {file, relative}:
                     self.links.setdefault(f"{name}#{fragment}", []).append((text, passage.document))
 
-    def judged(self, path: Path, log: QueryLog, name: Path | None, report: QueriesReport) -> Judgements:
-        """The judgements of a log, found in the passages by name or by the answer's text."""
+    def find_judged(self, log: QueryLog, name: Path) -> None:
+        """Find the judged answers of a log in the passages, and note which queries are of no use."""
         if not log.labels:
-            if log.num_unjudged:
-                report.notes.append(f"{name}: no row is judged; fill in relevant with true or false")
-            elif log.queries:
-                report.notes.append(f"{name}: the queries name no passages, so they only serve for the file of labels")
-            return self.judgements
-        self.judgements.find_answers(path)
+            useless = "no row is judged; fill in relevant with true or false"
+            if not log.num_unjudged:
+                useless = "the queries name no passages, so they only serve for the file of labels"
+            self.report.notes.append(f"{name}: {useless}")
+            return
+        self.judgements.find_answers(self.path)
         if not self.judgements.documents:
             example = next((label.name or label.answer for label in log.labels if label.grade > 0), "")
-            what = f"no query names a relevant passage of {path} (such as {example[:60]!r})"
+            what = f"no query names a relevant passage of {self.path} (such as {example[:60]!r})"
             raise InputError(str(name), what, "write the id of a passage, the name of its document, or an answer")
         num_queries = len({label.query for label in log.labels if label.grade > 0})
         if lost := num_queries - len(self.judgements.documents):
-            report.notes.append(f"{lost} of {num_queries} real queries name no passage, and are left out")
-        return self.judgements
+            self.report.notes.append(f"{lost} of {num_queries} real queries name no passage, and are left out")
+
+    def filtered(self, candidates: list[Candidate], is_kept: Sequence[bool], reason: str) -> list[Candidate]:
+        """The candidates that are kept; the others are counted."""
+        for each in compress(candidates, (not kept for kept in is_kept)):
+            self.report.reject(each, reason)
+        return list(compress(candidates, is_kept))
 
 
 def _repeated(hashes: "array[int]") -> set[int]:
@@ -296,35 +276,33 @@ def _repeated(hashes: "array[int]") -> set[int]:
 
 
 def heading_of(title: str) -> str:
-    """The last heading of a title."""
     return title.rpartition(TRAIL)[2].strip()
 
 
 class _Split:
     """Which documents are held out, and which real queries are for validation and test."""
 
-    def __init__(
-        self, survey: _Survey, judged: Judgements, is_real: bool, settings: QuerySettings, report: QueriesReport
-    ) -> None:
+    def __init__(self, survey: _Survey, is_real: bool) -> None:
+        settings, notes, documents = survey.settings, survey.report.notes, survey.judgements.documents
         share = settings.held_out_share
-        share = (0.0 if is_real else HELD_OUT_SHARE) if share is None else share
-        if share == 0 and not is_real and settings.held_out_share is not None:
+        if share == 0 and not is_real:
             rule = "must be > 0 without judged queries: there would be no test"
             raise OptionError("held_out_share", share, rule, "give judgements by --queries, or leave it out")
+        share = (0.0 if is_real else HELD_OUT_SHARE) if share is None else share
         self._hash_of = survey.hash_of
         document_D = np.unique(survey.document_N)
         # At least one document is on each side.
         num_held_out = min(max(round(share * len(document_D)), 1), len(document_D) - 1) if share else 0
         self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
-        rows = sorted(judged.documents, key=lambda row: derive_seed(settings.seed, "validation", str(row)))
+        rows = sorted(documents, key=lambda row: derive_seed(settings.seed, "validation", str(row)))
         num_validation = round(settings.validation_share * len(rows))
         self.real = {"evaluation": sorted(rows[num_validation:]), "validation": sorted(rows[:num_validation])}
-        self._judged = set().union(*judged.documents.values()) if settings.hold_out_judged else set()
+        self._judged = set().union(*documents.values()) if settings.hold_out_judged else set()
         hash_J = np.array(sorted(map(survey.hash_of, self._judged)), np.uint64)
         is_held_D = (np.arange(len(document_D)) < num_held_out) | np.isin(document_D, hash_J)
         self.num_held_out = int(np.isin(survey.document_N, document_D[is_held_D]).sum())
         self.num_training = survey.num_passages - self.num_held_out
-        report.counts = {
+        survey.report.counts = {
             "passages": survey.num_passages,
             "documents": len(document_D),
             "held_out_documents": int(is_held_D.sum()),
@@ -333,20 +311,17 @@ class _Split:
         if self.num_training < MIN_PASSAGES:
             rest = f"{self.num_training} of {survey.num_passages} passages are not held out"
             judged_too = " (--hold-out-judged false trains on those that answer real queries)" if self._judged else ""
-            report.notes.append(
-                f"{rest}, too few to train on: {MIN_PASSAGES} are needed{judged_too}; no pairs are written"
-            )
+            notes.append(f"{rest}, too few to train on: {MIN_PASSAGES} are needed{judged_too}; no pairs are written")
         if not num_held_out and not self._judged and not is_real:
-            report.notes.append("there is one document: nothing can be held out, and there is no test")
+            notes.append("there is one document: nothing can be held out, and there is no test")
 
     def is_held_out(self, document: str) -> bool:
         return self._hash_of(document) <= self._limit or document in self._judged
 
 
-def _collect(
-    path: Path, survey: _Survey, split: _Split, settings: QuerySettings, report: QueriesReport
-) -> list[Candidate]:
+def _collect(survey: _Survey, split: _Split) -> list[Candidate]:
     """The candidates of a second pass over the passages that no rule on a single one rejects, each for one passage."""
+    settings, report = survey.settings, survey.report
     is_trained = split.num_training >= MIN_PASSAGES
     share = {
         False: settings.max_passages / max(1, split.num_training) if is_trained else 0.0,
@@ -355,7 +330,7 @@ def _collect(
     found, section, targets = list[Candidate](), None, set[str]()
     # The passage of each query by its hash, empty if there are several; also of queries that are not used.
     owner: dict[int, str] = {}
-    for passage in read_passages(path, "making queries of"):
+    for passage in read_passages(survey.path, "making queries of"):
         is_start, section = (passage.document, passage.title) != section, (passage.document, passage.title)
         is_held_out = split.is_held_out(passage.document)
         offered = _linked(passage, is_start, survey, targets, split.is_held_out)
@@ -370,37 +345,31 @@ def _collect(
         for each in sorted(offered, key=lambda each: derive_seed(settings.seed, each.kind, each.query)):
             if each.kind in ("sentence", "docstring") and kept[each.kind] == settings.per_passage:
                 continue
-            report.propose(each.kind)
+            report.count(each.kind, "proposed")
             if reason := survey.words.fault(each, passage):
                 report.reject(each, reason)
             else:
                 kept[each.kind] += 1
                 found.append(each)
     is_alone = [bool(owner[hash(key_of(each.query))]) for each in found]
-    return _filtered(found, is_alone, report, "several passages have it")
+    return survey.filtered(found, is_alone, "several passages have it")
 
 
 def _written(
-    path: Path,
-    output: Path,
-    offered: list[Candidate],
-    model: QueryModel,
-    split: _Split,
-    survey: _Survey,
-    settings: QuerySettings,
-    report: QueriesReport,
+    survey: _Survey, split: _Split, offered: list[Candidate], model: QueryModel, output: Path
 ) -> list[Candidate]:
     """The candidates of a language model for passages that are not held out."""
     examples = [each for each in offered if not split.is_held_out(each.document)]
-    written = written_queries(path, output, model, examples, split.is_held_out, survey.words, settings.seed)
+    seed = survey.settings.seed
+    written = written_queries(survey.path, output, model, examples, split.is_held_out, survey.words, seed)
     for _ in range(written.num_requests):
-        report.propose("model")
+        survey.report.count(MODEL_KIND, "proposed")
     for candidate, reason in written.rejected:
-        report.reject(candidate, reason)
-    report.notes.append(written.note)
+        survey.report.reject(candidate, reason)
+    survey.report.notes.append(written.note)
     count = Counter(key_of(each.query) for each in written.candidates)
     is_alone = [count[key_of(each.query)] == 1 for each in written.candidates]
-    return _filtered(written.candidates, is_alone, report, "several passages have it")
+    return survey.filtered(written.candidates, is_alone, "several passages have it")
 
 
 def _linked(
@@ -420,119 +389,77 @@ def _linked(
     return found
 
 
-def _select(
-    candidates: list[Candidate], split: _Split, survey: _Survey, settings: QuerySettings, report: QueriesReport
-) -> tuple[list[Candidate], list[Candidate]]:
+def _select(survey: _Survey, split: _Split, candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """The candidates for training and for the pseudo test, after the rules that compare them with each other."""
     is_held_out = {each.document: split.is_held_out(each.document) for each in candidates}
     # Of two near-copies the one that is held out comes first, and is kept.
     candidates.sort(key=lambda each: not is_held_out[each.document])
-    rule = NearDuplicates(settings.near_duplicates, shingle="character")
+    rule = NearDuplicates(_NEAR_COPY, shingle="character")
     items = [(each.query.casefold(),) for each in candidates]
     if items:
-        blocks = [rule.signatures(items[start : start + _BLOCK]) for start in range(0, len(items), _BLOCK)]
-        is_copy_C = rule.mark_copies(np.concatenate(blocks), lambda rows: [items[row] for row in rows])
-        candidates = _filtered(candidates, (~is_copy_C).tolist(), report, "near-copy of another query")
-    with progress_bar(len(candidates), "searching passages", "query") as bar:
-        rank_C = np.empty(0, np.int64)
-        for start in range(0, len(candidates), _BLOCK):
-            block = candidates[start : start + _BLOCK]
-            rank_C = np.append(rank_C, survey.words.ranks(block))
-            bar.update(len(block))
-    found = _filtered(candidates, (rank_C < MAX_RANK).tolist(), report, "not found by the rest of its passage")
+        is_copy_C = rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows])
+        candidates = survey.filtered(candidates, (~is_copy_C).tolist(), "near-copy of another query")
+    is_found_C = survey.words.ranks(candidates) < MAX_RANK
+    found = survey.filtered(candidates, is_found_C.tolist(), "not found by the rest of its passage")
     # Other passages with the heading, and those with the link, would answer the query too.
     test = [each for each in found if is_held_out[each.document] and each.kind != "anchor"]
     test = [each for each in test if not each.heading or not survey.is_shared(each.heading)]
     training = [each for each in found if not is_held_out[each.document]]
-    return training, _drawn(test, settings)
+    return training, _drawn(test, survey.settings.seed)
 
 
-def _filtered(
-    candidates: list[Candidate], is_kept: Sequence[bool], report: QueriesReport, reason: str
-) -> list[Candidate]:
-    for each in compress(candidates, (not kept for kept in is_kept)):
-        report.reject(each, reason)
-    return list(compress(candidates, is_kept))
-
-
-def _drawn(test: list[Candidate], settings: QuerySettings) -> list[Candidate]:
+def _drawn(test: list[Candidate], seed: int) -> list[Candidate]:
     """At most one random query a passage, in turn of each kind, the rarest kinds first."""
     by_kind = {kind: [each for each in test if each.kind == kind] for kind in KINDS}
     queues = sorted((queue for queue in by_kind.values() if queue), key=len)
     for queue in queues:
-        queue.sort(key=lambda each: derive_seed(settings.seed, "test", each.query), reverse=True)
+        queue.sort(key=lambda each: derive_seed(seed, "test", each.query), reverse=True)
     drawn, passages = list[Candidate](), set[str]()
-    while any(queues) and len(drawn) < settings.max_test_queries:
+    while any(queues) and len(drawn) < _MAX_TEST:
         for queue in filter(None, queues):
             while queue and (each := queue.pop()):
                 if each.passage not in passages:
                     passages.add(each.passage)
                     drawn.append(each)
                     break
-    return drawn[: settings.max_test_queries]
+    return drawn[:_MAX_TEST]
 
 
 def _decontaminated(
-    training: list[Candidate],
-    queries: list[str],
-    more: EvaluationTexts | None,
-    settings: QuerySettings,
-    report: QueriesReport,
+    survey: _Survey, training: list[Candidate], queries: list[str], more: EvaluationTexts | None
 ) -> list[Candidate]:
     """The training queries that resemble no evaluation query, of the test or of other evaluation folders."""
     texts = EvaluationTexts([*queries, *(more.queries if more else [])], more.documents if more else [])
     if not training or not any(texts):
         return training
-    rule = Decontaminator(texts, settings.bm25_threshold, words)
+    rule = Decontaminator(texts, _RESEMBLES, words)
     reason_C = rule.reasons([StoredRow(each.query, (each.positive,)) for each in training])
-    return _filtered(training, (reason_C == KEPT).tolist(), report, "resembles an evaluation query")
+    return survey.filtered(training, (reason_C == KEPT).tolist(), "resembles an evaluation query")
 
 
-def _write_real(new: Path, passages: Path, log: QueryLog, judged: Judgements, split: _Split) -> None:
+def _write_real(new: Path, log: QueryLog, survey: _Survey, split: _Split) -> None:
     """Write the folders of real queries; both have the same corpus."""
-    # The output of `passages` is a corpus, whose vectors are then needed only once.
-    first = passages if passages.suffix == ".jsonl" and manifest_path(passages).exists() else None
+    passages, corpus = survey.path, None
     for name, rows in split.real.items():
-        if not rows:
-            continue
-        folder = new / name
-        folder.mkdir()
-        if first is not None:
-            link_or_copy(first, folder / "corpus.jsonl")
-        else:
-            first = folder / "corpus.jsonl"
-            documents = (
-                {"_id": each.id, "title": each.title, "text": each.text} for each in read_passages(passages, "copying")
-            )
-            _write_lines(first, documents)
-        queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": "real"} for row in rows)
-        _write_lines(folder / "queries.jsonl", queries)
-        qrels = (f"q{row:06d}\t{each}\t{grade:g}" for row in rows for each, grade in judged.grades[row].items())
-        _write_qrels(folder, qrels)
+        if rows:
+            # The output of `passages` is a corpus, whose vectors are then needed only once.
+            if corpus is None and passages.suffix == ".jsonl" and manifest_path(passages).exists():
+                corpus = passages
+            copied = read_passages(passages, "copying")
+            documents = ({"_id": each.id, "title": each.title, "text": each.text} for each in copied)
+            queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": "real"} for row in rows)
+            grades = survey.judgements.grades
+            qrels = ((f"q{row:06d}", each, grade) for row in rows for each, grade in grades[row].items())
+            write_retrieval_folder(new / name, corpus or documents, queries, qrels)
+            corpus = new / name / "corpus.jsonl"
 
 
 def _write_pseudo(folder: Path, passages: Path, test: Sequence[Candidate]) -> None:
     """Write the queries of held-out documents, and all passages; those of the queries lack the query's text."""
-    folder.mkdir()
     without_query = {each.passage: each for each in test}
-
-    def documents() -> Iterator[Mapping[str, str]]:
-        for each in read_passages(passages, "writing the test of"):
-            shown = without_query.get(each.id, each)
-            yield {"_id": each.id, "title": shown.title, "text": shown.text}
-
-    _write_lines(folder / "corpus.jsonl", documents())
-    rows = ({"_id": f"q{row:06d}", "text": each.query, "kind": each.kind, "passage": each.passage}
-            for row, each in enumerate(test))  # fmt: skip
-    _write_lines(folder / "queries.jsonl", rows)
-    _write_qrels(folder, (f"q{row:06d}\t{each.passage}\t1" for row, each in enumerate(test)))
-
-
-def _write_qrels(folder: Path, rows: Iterable[str]) -> None:
-    with open(folder / "qrels.tsv", "w", encoding="utf-8") as file:
-        file.writelines(f"{row}\n" for row in ("query-id\tcorpus-id\tscore", *rows))
-
-
-def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    shown = ((each.id, without_query.get(each.id, each)) for each in read_passages(passages, "writing the test of"))
+    documents = ({"_id": name, "title": each.title, "text": each.text} for name, each in shown)
+    queries = ({"_id": f"q{row:06d}", "text": each.query, "kind": each.kind, "passage": each.passage}
+               for row, each in enumerate(test))  # fmt: skip
+    qrels = ((f"q{row:06d}", each.passage, 1.0) for row, each in enumerate(test))
+    write_retrieval_folder(folder, documents, queries, qrels)

@@ -33,13 +33,7 @@ from embeddings.evaluation.folders import (
 from embeddings.evaluation.hybrid import FolderSearch
 from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.evaluation.runner import CUTOFFS, named_folders
-from embeddings.inference import (
-    Encoder,
-    Precision,
-    VectorFolder,
-    encode_corpus,
-    sample_context,
-)
+from embeddings.inference import Encoder, Precision, VectorFolder, encode_corpus, sample_context
 from embeddings.inference.encoder import Context, embedder_sha256, unit_rows
 from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
@@ -61,8 +55,8 @@ class RetrievalSet:
     kinds: npt.NDArray[np.str_]
 
     @classmethod
-    def read(cls, name: str, path: Path) -> Self:
-        folder, files = read_retrieval_folder(path), retrieval_files(path)
+    def read(cls, name: str, path: Path, folder: RetrievalFolder | None = None) -> Self:
+        folder, files = folder or read_retrieval_folder(path), retrieval_files(path)
         kinds = dict(_kinds(files.queries))
         return cls(name, files, folder, np.array([kinds[query] for query in folder.query_ids]))
 
@@ -107,7 +101,6 @@ def _kinds(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_test_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet]:
-    """Every retrieval folder at or below `roots`, in order."""
     return [RetrievalSet.read(name, path) for name, path in _unique_names(roots)]
 
 
@@ -119,8 +112,8 @@ def read_general_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet
         if isinstance(folder, TaskFolder) and folder.kind == "sts":
             score_N = np.array(folder.splits["test"]["score"], np.float64)
             sets.append(SimilaritySet(name, folder.context_texts, score_N))
-        elif folder.kind == "retrieval":
-            sets.append(RetrievalSet.read(name, path))
+        elif isinstance(folder, RetrievalFolder) and folder.kind == "retrieval":
+            sets.append(RetrievalSet.read(name, path, folder))
         else:
             hint = "name a folder of retrieval data, or of sentence pairs with scores"
             raise InputError(str(path), f"has {folder.kind} data", hint)
@@ -194,12 +187,7 @@ def path_scores(
 ) -> dict[float, float]:
     """nDCG@10 on validation queries of the models at places of a path, by their share of the trained weights.
 
-    Args:
-        path: The path.
-        test: The validation queries, with their corpus.
-        vectors: The folder of vectors (see `encode_set`), in which those of the start and of the best model stay.
-        shares: The places.
-        precision: Precision of matrix products.
+    The vectors of the start and of the best model stay in the folder `vectors` (see `encode_set`).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scores: dict[float, float] = {}
@@ -224,7 +212,7 @@ def searched(test: RetrievalSet, encoded: Encoded, whitening: Whitening | None =
 
 @dataclass(frozen=True)
 class Ranked:
-    """What one variant found: the metrics of each query by name, (Q,) each, and its ten first documents, (Q, 10)."""
+    """The metrics of each query by name, (Q,) each, for one variant, and its ten first documents, (Q, 10)."""
 
     metrics: Mapping[str, Floats]
     first_QK: Rows
@@ -236,7 +224,6 @@ class Ranked:
 
 
 def pair_cosines(encoded: Encoded, whitening: Whitening | None = None) -> Floats:
-    """The cosine of each pair of sentences, (N,) float64."""
     sides = np.split(encoded.query_QD, 2)
     first_ND, second_ND = (unit_rows(side) if whitening is None else whitening(side) for side in sides)
     cosine_N: Floats = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)

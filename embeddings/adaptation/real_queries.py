@@ -1,6 +1,6 @@
 """Queries that people asked: logs, pairs and labelled folders, and the file that asks for judgements."""
 
-import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from scipy import sparse
 from embeddings.adaptation.candidates import Passage, key_of, read_passages
 from embeddings.adaptation.sentences import words
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import atomic_path, check_regular
+from embeddings.common.io import check_regular, write_json_lines
 from embeddings.common.text import canonical
 from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
 from embeddings.evaluation.folders import read_retrieval_folder
@@ -70,11 +70,7 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> QueryLog:
 
     A row has `query` (or `question`, `text`). A judgement is the name of its `passage`, `document` or `file`, or the
     text of an `answer` (or `positive`, also a list), and perhaps `relevant`: true, false, a grade from 0 to 3, or null
-    for a row that is not judged yet. Rows with one query are one query.
-
-    Args:
-        path: A file or folder.
-        columns: Column name of `query`, `passage`, `answer` or `relevant` where it differs.
+    for a row that is not judged yet. Rows with one query are one query. `columns` names the columns that differ.
     """
     if unknown := next((name for name in columns or {} if name not in _NAMES), None):
         raise OptionError("query_columns", unknown, f"must map {', '.join(_NAMES)}", "write {query: COLUMN}")
@@ -82,29 +78,27 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> QueryLog:
     if path.is_dir():
         return _read_folder(path)
     names = {**_NAMES, **{name: (column,) for name, column in (columns or {}).items()}}
-    count, row_of, labels, num_unjudged = list[int](), dict[str, int](), list[Label](), 0
-    texts = list[str]()
+    # The text of each different query, by its key, and how often it was asked.
+    texts, count, labels, num_unjudged = dict[str, str](), Counter[str](), list[Label](), 0
+    row_of: dict[str, int] = {}
     for where, fields in _open(path, [name for each in names.values() for name in each]):
         found = {field: next((fields[name] for name in each if fields.get(name) is not None), None)
                  for field, each in names.items()}  # fmt: skip
         query = found["query"]
         if not isinstance(query, str) or not query.strip():
             raise InputError(where, f"has no query (found: {shown(', '.join(map(str, fields)))})", _HINT)
-        row = row_of.setdefault(key_of(query), len(row_of))
-        if row == len(texts):
-            texts.append(" ".join(query.split()))
-            count.append(0)
-        count[row] += 1
+        key = key_of(query)
+        row = row_of.setdefault(key, len(row_of))
+        texts.setdefault(key, " ".join(query.split()))
+        count[key] += 1
         is_judged = any(fields.get(name) is not None for name in names["relevant"])
         if not is_judged and any(name in fields for name in names["relevant"]):
             num_unjudged += 1
         else:
             grade = _grade(where, found["relevant"]) if is_judged else 1.0
             labels += [Label(row, grade, *label) for label in _labels(where, found)]
-    if not labels:
-        order = np.argsort(-np.array(count), kind="stable")[:MAX_QUERIES]
-        texts = [texts[row] for row in order.tolist()]
-    return QueryLog(texts, labels, num_unjudged)
+    asked = row_of if labels else (key for key, _ in count.most_common(MAX_QUERIES))
+    return QueryLog([texts[key] for key in asked], labels, num_unjudged)
 
 
 def _open(path: Path, fields: Sequence[str]) -> Iterable[Row]:
@@ -140,12 +134,10 @@ def _grade(where: str, value: Any) -> float:
 
 def _read_folder(path: Path) -> QueryLog:
     folder = read_retrieval_folder(path)
-    rows = zip(
-        folder.qrels.query_J.tolist(), folder.qrels.document_J.tolist(), folder.qrels.relevance_J.tolist(), strict=True
-    )
+    judged = (folder.qrels.query_J, folder.qrels.document_J, folder.qrels.relevance_J)
     labels = [
         Label(query, grade, folder.document_ids[document], folder.documents[document] if grade > 0 else "")
-        for query, document, grade in rows
+        for query, document, grade in zip(*(each.tolist() for each in judged), strict=True)
     ]
     return QueryLog(list(folder.queries), labels)
 
@@ -153,9 +145,7 @@ def _read_folder(path: Path) -> QueryLog:
 class Judgements:
     """The judged passages of each query, found while the passages are gone through once.
 
-    Attributes:
-        grades: The grade of each judged passage, by the row of the query.
-        documents: The documents of each query's relevant passages.
+    `grades` are those of each judged passage, by the query's row; `documents` are those of its relevant passages.
     """
 
     def __init__(self, log: QueryLog) -> None:
@@ -185,7 +175,6 @@ class Judgements:
 
     @property
     def missing(self) -> list[Label]:
-        """The judgements whose passage was not found."""
         return [label for label in self._log.labels if label.name not in self._found]
 
     def find_answers(self, path: Path) -> None:
@@ -201,9 +190,8 @@ class Judgements:
         while block := list(islice(remaining, _BLOCK_PASSAGES)):
             tokens = [{*words(f"{passage.title} {passage.text}")} for passage in block]
             length_P = np.array([len(each) for each in tokens])
-            matrix_PV = _rows(
-                [{column_of[word] for word in each if word in column_of} for each in tokens], len(column_of)
-            )
+            known = [{column_of[word] for word in each if word in column_of} for each in tokens]
+            matrix_PV = _rows(known, len(column_of))
             shared_AP = (matrix_AV @ matrix_PV.T).tocoo()
             answer_K, passage_K = shared_AP.coords
             is_in_K = shared_AP.data >= _CONTAINED * length_A[answer_K]
@@ -228,14 +216,8 @@ def deciding_items(rankings: Mapping[str, Ints], limit: int = 100) -> list[tuple
     """The queries and passages whose judgement decides most between variants, the most decisive first.
 
     A relevant passage adds 1 / log2(1 + rank) to the DCG@10 of a variant. An item decides as much as this addition
-    varies between the variants (its standard deviation). Of one query at most five items are chosen.
-
-    Args:
-        rankings: For each variant, the passages ranked for each query, (Q, K) rows, best first, -1 for none.
-        limit: Maximum items.
-
-    Returns:
-        Rows of query and passage; none on which all variants agree.
+    varies between the variants (its standard deviation); items on which all agree are left out. Of one query at most
+    five are chosen. `rankings` has the passages that each variant ranks, (Q, K) rows, best first, -1 for none.
     """
     if len(rankings) < 2 or len({len(ranked_QK) for ranked_QK in rankings.values()}) != 1:
         raise ValueError("two or more variants must rank the same queries")
@@ -257,20 +239,13 @@ def deciding_items(rankings: Mapping[str, Ints], limit: int = 100) -> list[tuple
 def write_label_file(path: Path, queries: Sequence[str], passages: Path, items: Sequence[tuple[int, int]]) -> int:
     """Write the items to judge as JSON lines with `relevant: null`, grouped by query; returns their number.
 
-    `read_log` reads the file back once `relevant` is true, false or a grade from 0 to 3 in some of the rows.
-
-    Args:
-        path: The file to write.
-        queries: The texts of all queries.
-        passages: The file of passages; the rows of `items` count from 0.
-        items: Rows of query and passage (see `deciding_items`).
+    The rows of `items` count all queries and the passages of a file. `read_log` reads the file back once `relevant` is
+    true, false or a grade from 0 to 3 in some of the rows.
     """
     wanted = {passage for _, passage in items}
     rows = {row: passage for row, passage in enumerate(read_passages(passages)) if row in wanted}
     first = {query: number for number, (query, _) in reversed(list(enumerate(items)))}
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for query, row in sorted(items, key=lambda item: first[item[0]]):
-            texts = {"title": rows[row].title, "text": rows[row].text}
-            item = {"query": canonical(queries[query]), "passage": rows[row].id, **texts, "relevant": None}
-            file.write(json.dumps(item, ensure_ascii=False) + "\n")
+    ordered = ((queries[query], rows[row]) for query, row in sorted(items, key=lambda item: first[item[0]]))
+    write_json_lines(path, ({"query": canonical(query), "passage": each.id, "title": each.title, "text": each.text,
+                             "relevant": None} for query, each in ordered))  # fmt: skip
     return len(items)

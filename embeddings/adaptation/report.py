@@ -10,7 +10,6 @@ from embeddings.adaptation.rankings import REAL, Ranked, RetrievalSet
 from embeddings.adaptation.verdict import BM25_ALONE, METRICS, START, Group, Verdict, marked
 from embeddings.common.io import steps_made
 from embeddings.common.text import shorten
-from embeddings.evaluation import Difference
 from embeddings.figures.drawing import write_page
 from embeddings.figures.run_facts import LOSS, Curve
 
@@ -27,23 +26,13 @@ _GAIN, _LOSS, _UNSURE = "#1b7837", "#b2182b", "#777777"
 def write_verdict_page(verdict: Verdict, output: Path, losses: Curve = ([], [])) -> None:
     """Write a self-contained HTML page on a verdict, without scripts or fonts.
 
-    Args:
-        verdict: The verdict.
-        output: The file to write.
-        losses: The steps at which the training loss was logged, and its values.
+    `losses` are the steps at which the training loss was logged, and its values.
     """
     after = compared_variant(verdict)
-    gained, lost = changed_queries(verdict, after)
-    write_page(
-        output,
-        "verdict.html",
-        verdict=verdict,
-        marked=marked,
-        charts=[_chart(group) for group in verdict.groups],
-        after=after,
-        changed=[("gained most", gained), ("lost most", lost)],
-        curve=_curve(*losses),
-    )
+    changed = [*zip(("gained most", "lost most"), changed_queries(verdict, after), strict=True)]
+    charts = [_chart(group) for group in verdict.groups]
+    shown = {"verdict": verdict, "marked": marked, "charts": charts, "after": after, "changed": changed}
+    write_page(output, "verdict.html", **shown, curve=_curve(*losses))
 
 
 def _curve(steps: list[int], losses: list[float]) -> dict[str, Any] | None:
@@ -76,12 +65,12 @@ def changed_queries(verdict: Verdict, after: str) -> tuple[list[dict[str, Any]],
 
     Only real queries if there are any.
     """
-    has_real = any(test.is_real_Q.any() for test in verdict.tests)
     found: list[tuple[float, RetrievalSet, Mapping[str, Ranked], int]] = []
+    has_real = any(test.is_real_Q.any() for test in verdict.tests)
     for test, ranked in zip(verdict.tests, verdict.ranked, strict=True):
         if after in ranked:
             change_Q = ranked[after].metrics["ndcg_at_10"] - ranked[START].metrics["ndcg_at_10"]
-            rows = np.flatnonzero(test.is_real_Q) if has_real else np.arange(len(change_Q))
+            rows = np.flatnonzero(test.is_real_Q | (not has_real))
             found += [(float(change_Q[row]), test, ranked, row) for row in rows.tolist()]
     found.sort(key=lambda each: each[0])
     gains = [each for each in found[::-1] if each[0] > 0][:NUM_CHANGED]
@@ -121,8 +110,9 @@ def _chart(group: Group) -> dict[str, Any]:
         row: dict[str, Any] = {"name": name, "values": values, "y": _ROW * number + _ROW // 2, "text": ""}
         difference = differences[name]
         if difference is not None:
-            low, mean, high = (_place(each, widest) for each in (difference.low, difference.mean, difference.high))
-            row |= {"low": low, "mean": mean, "high": high, "colour": _colour(difference), "text": marked(difference)}
+            row |= {name: _place(value, widest) for name, value in difference._asdict().items()}
+            colour = _UNSURE if not difference.is_significant else _GAIN if difference.mean > 0 else _LOSS
+            row |= {"colour": colour, "text": marked(difference)}
         rows.append(row)
     title = f"{group.data}: {group.num_queries:,} queries, {'written by people' if group.kind == REAL else group.kind}"
     ends = ((-widest, "start"), (0.0, "middle"), (widest, "end"))
@@ -132,9 +122,3 @@ def _chart(group: Group) -> dict[str, Any]:
 
 def _place(value: float, widest: float) -> str:
     return f"{(0.5 + 0.47 * value / widest) * _WIDTH:.1f}"
-
-
-def _colour(difference: Difference) -> str:
-    if not difference.is_significant:
-        return _UNSURE
-    return _GAIN if difference.mean > 0 else _LOSS

@@ -36,13 +36,8 @@ _NO_PROSE = regex.compile(r"[ \t]*(?:\||\#{1,6}[ \t]|[=\-~^]{3,}\s*$)")
 
 _SPACE, _WORD = regex.compile(r"\s*"), regex.compile(r"[\w\p{M}]+")
 # Scripts without spaces: Chinese and Japanese, some two characters a word, and those of South-East Asia, some four.
-_HAN, _THAI = (
-    regex.compile(rf"[{scripts}]")
-    for scripts in (
-        r"\p{Han}\p{Hiragana}\p{Katakana}",
-        r"\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}",
-    )
-)
+_HAN = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}]")
+_THAI = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _SPACED_WORD = regex.compile(r"[^\W\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}][\w\p{M}'’-]*")
 _PUNCTUATION = regex.compile(r"[\p{SB=AT}\p{SB=ST}\p{SB=SC}\"'“”‘’«»「」『』\s]+")
 _NO_LETTER = regex.compile(r"[^\p{L}\p{M}]+")

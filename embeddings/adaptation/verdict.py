@@ -83,13 +83,8 @@ class General:
 class Recommendation:
     """The recommended variant, why, and what each further step buys over it on the real queries.
 
-    Attributes:
-        variant: The simplest variant that is not significantly worse than the best one.
-        best: The variant with the highest nDCG@10 among the candidates.
-        num_real_queries: The number of queries that people wrote, over all data sets.
-        gain: nDCG@10 of the recommended variant - start; None for the start.
-        steps: nDCG@10 of each later candidate - the recommended one.
-        reasons: The decision in sentences.
+    `variant` is the simplest one that is not significantly worse than `best`, the candidate with the highest nDCG@10.
+    `gain` and `steps` are differences in nDCG@10: variant - start (None for the start), later candidates - variant.
     """
 
     variant: str
@@ -102,18 +97,10 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `compare`.
+    """The result of `compare`: what was compared, and scores by data set and kind of query, all real queries first.
 
-    Attributes:
-        models: The directory or Hub id of each model, by its variant.
-        rules: How the scores of each model are fused with BM25.
-        tuned: How the weight of BM25 was chosen for each model, if it was.
-        counts: Documents and queries of each data set.
-        groups: Scores by data set and kind of query, all real queries first.
-        general: Scores on sets of other domains; empty if none were named.
-        recommendation: What to use.
-        tests: The data sets.
-        ranked: What each variant found, for each data set.
+    `rules` fuse the scores of each model with BM25, with the weight that `tuned` chose, if it was. `general` are sets
+    of other domains. `ranked` is what each variant found in each of `tests`.
     """
 
     models: dict[str, str]
@@ -144,17 +131,11 @@ class Verdict:
         for test, ranked in zip(self.tests, self.ranked, strict=True):
             ids = test.ids_of(each.first_QK for each in ranked.values())
             for row, query in enumerate(test.folder.query_ids):
-                found = {
-                    name: [ids[place] for place in each.first_QK[row].tolist() if place >= 0]
-                    for name, each in ranked.items()
-                }
+                places = {name: each.first_QK[row].tolist() for name, each in ranked.items()}
+                found = {name: [ids[place] for place in each if place >= 0] for name, each in places.items()}
                 scores = {name: round(float(each.metrics["ndcg_at_10"][row]), 6) for name, each in ranked.items()}
-                about = {
-                    "data": test.name,
-                    "_id": query,
-                    "text": test.folder.queries[row],
-                    "kind": str(test.kinds[row]),
-                }
+                about = {"data": test.name, "_id": query, "text": test.folder.queries[row]}
+                about |= {"kind": str(test.kinds[row])}
                 rows.append({**about, "ndcg_at_10": scores, "documents": found})
         return rows
 
@@ -186,21 +167,8 @@ def compare(
 
     The scores are those of `evaluate` and `evaluate --hybrid`. A query is one that a person wrote, unless its row in
     `queries.jsonl` has another `kind` than `real`. Only real queries decide; those of several folders count together.
-
-    Args:
-        start: The starting model, a directory or Hub id.
-        trained: Models trained from it, the simplest first.
-        data: Retrieval folders, or folders of them.
-        vectors: The folder that keeps the vectors of the documents for a later call.
-        general: Folders of retrieval or similarity data of other domains, on which forgetting is measured.
-        language: Language of the texts for BM25 (see `bm25.tokenizer`).
-        weight: Weight of BM25 in hybrid search by z-scores; None for 0.2.
-        validation: A retrieval folder, by whose queries the weight is chosen for each model.
-        precision: Precision of matrix products.
-        context_size: Number of documents that a contextual model draws as context from each corpus; None for none.
-
-    Raises:
-        InputError: If a folder cannot be read; all are read before a model is loaded.
+    All folders are read before a model is loaded. The arguments are those of the command `compare`; `weight` is that of
+    BM25, which the queries of `validation` choose for each model if they are given.
     """
     rule, tokenize = FusionRule.of(weight=weight), tokenizer(language)
     tests, others = read_test_sets(data), read_general_sets(general)
@@ -234,30 +202,26 @@ def rank_queries(
     vectors: Path,
     *,
     language: str = ENGLISH,
-    precision: Precision = "auto",
 ) -> dict[str, Rows]:
     """The rows of the ten first documents of each variant for queries without judgments, such as a log, (Q, 10).
 
-    Args:
-        start: The starting model, a directory or Hub id.
-        trained: Models trained from it, the simplest first.
-        corpus: The corpus file.
-        queries: Texts by id.
-        vectors: The folder of vectors (see `compare`).
-        language: Language of the texts for BM25.
-        precision: Precision of matrix products.
+    `queries` are texts by id. See `compare` for the other arguments; `corpus` is a file.
     """
     test, models = RetrievalSet.unlabelled(corpus, queries), _models(start, trained)
-    (encoded,) = _encode_all(models, [test], vectors, precision, None)
-    rows, _ = _variant_rows(
-        test, encoded, BM25(test.folder.documents, tokenizer(language)), dict.fromkeys(models, FusionRule())
-    )
+    (encoded,) = _encode_all(models, [test], vectors)
+    words, rules = BM25(test.folder.documents, tokenizer(language)), dict.fromkeys(models, FusionRule())
+    rows, _ = _variant_rows(test, encoded, words, rules)
     return {name: row_QK[:, : min(CUTOFFS)] for name, row_QK in rows.items()}
 
 
 def _models(start: str, trained: Sequence[str]) -> dict[str, str]:
-    """The models by their variants; an error if one is not there."""
-    models = {START: start, **_labels(trained)}
+    """The models by their variants; an error if one is not there, or is named twice."""
+    names = [Path(model).name for model in trained]
+    labels = [name if names.count(name) == 1 else model for name, model in zip(names, trained, strict=True)]
+    if len(set(labels)) < len(labels):
+        raise InputError("--trained", f"{max(labels, key=labels.count)} is named twice", "name each model once")
+    variants_of = [TRAINED] if len(trained) == 1 else [f"{TRAINED} {label}" for label in labels]
+    models = {START: start, **dict(zip(variants_of, trained, strict=True))}
     for model in models.values():
         resolve_model(model)
     return models
@@ -267,8 +231,8 @@ def _encode_all(
     models: Mapping[str, str],
     sets: Sequence[RetrievalSet | SimilaritySet],
     vectors: Path,
-    precision: Precision,
-    context_size: int | None,
+    precision: Precision = "auto",
+    context_size: int | None = None,
 ) -> list[dict[str, Encoded]]:
     """Each set as each model encoded it; one model at a time is in memory."""
     encoded: list[dict[str, Encoded]] = [{} for _ in sets]
@@ -297,17 +261,6 @@ def _variant_rows(
     rows |= {label: searches[label].dense() for label in trained}
     rows |= {f"{label} + {HYBRID}": searches[label].fused(words, rules[label]) for label in trained}
     return rows, whitening
-
-
-def _labels(trained: Sequence[str]) -> dict[str, str]:
-    """The names of trained models as variants."""
-    if len(trained) == 1:
-        return {TRAINED: trained[0]}
-    names = [Path(model).name for model in trained]
-    labels = [name if names.count(name) == 1 else model for name, model in zip(names, trained, strict=True)]
-    if len(set(labels)) < len(labels):
-        raise InputError("--trained", f"{max(labels, key=labels.count)} is named twice", "name each model once")
-    return {f"{TRAINED} {label}": model for label, model in zip(labels, trained, strict=True)}
 
 
 def variants(trained: Sequence[str]) -> list[str]:
@@ -348,24 +301,19 @@ def _general(
     # The whitening of the first corpus, with which a whitened model would be written.
     used = {START: (of_start, None), **({} if whitening is None else {WHITENED: (of_start, whitening)})}
     used |= {label: (one, None) for label, one in encoded.items() if label != START}
+    others = [name for name in used if name != START]
     if isinstance(each, RetrievalSet):
-        scores = {
-            name: Ranked.of(each, searched(each, *options).dense()).metrics["ndcg_at_10"]
-            for name, options in used.items()
-        }
+        metric, num_rows = "ndcg_at_10", len(each.folder.queries)
+        rows = {name: searched(each, *options).dense() for name, options in used.items()}
+        scores = {name: Ranked.of(each, row_QK).metrics[metric] for name, row_QK in rows.items()}
         values = {name: float(score_Q.mean()) for name, score_Q in scores.items()}
-        differences = {name: paired_bootstrap(score_Q, scores[START]) for name, score_Q in scores.items()}
-        metric, num_rows = "ndcg_at_10", len(scores[START])
+        differences = {name: paired_bootstrap(scores[name], scores[START]) for name in others}
     else:
-        human_N, cosines = each.score_N, {name: pair_cosines(*options) for name, options in used.items()}
-        values = {name: spearman(cosine_N, human_N) for name, cosine_N in cosines.items()}
-        differences = {
-            name: bootstrap(partial(_change, cosine_N, cosines[START], human_N), len(human_N))
-            for name, cosine_N in cosines.items()
-            if name != START
-        }
-        metric, num_rows = "cosine_spearman", len(human_N)
-    differences.pop(START, None)
+        metric, num_rows = "cosine_spearman", len(each.score_N)
+        cosines = {name: pair_cosines(*options) for name, options in used.items()}
+        values = {name: spearman(cosine_N, each.score_N) for name, cosine_N in cosines.items()}
+        changes = {name: partial(_change, cosines[name], cosines[START], each.score_N) for name in others}
+        differences = {name: bootstrap(change, num_rows) for name, change in changes.items()}
     return General(each.name, metric, num_rows, values, differences)
 
 
@@ -386,34 +334,23 @@ def _real_scores(tests: Sequence[RetrievalSet], ranked: Sequence[Mapping[str, Ra
     pairs = [(test, each) for test, each in zip(tests, ranked, strict=True) if test.is_real_Q.any()]
     first = pairs[0][1] if pairs else ranked[0]
     names = [name for name in first if all(name in each for _, each in pairs)]
-    return {
-        name: np.concatenate([
-            np.empty(0),
-            *(each[name].metrics["ndcg_at_10"][test.is_real_Q] for test, each in pairs),
-        ])
-        for name in names
-    }  # fmt: skip
+    of_pairs = {name: [each[name].metrics["ndcg_at_10"][test.is_real_Q] for test, each in pairs] for name in names}
+    return {name: np.concatenate([np.empty(0), *scores]) for name, scores in of_pairs.items()}
 
 
 def recommend(score_of: Mapping[str, Floats], trained: Sequence[str] = (TRAINED,)) -> Recommendation:
     """The simplest variant that is not significantly worse than the best, by the real queries.
 
     Significantly worse: the two-sided 95 % interval of the paired bootstrap over the queries lies below 0. Without real
-    queries it is the start; with fewer than 50, the best and the recommended one are not a trained model.
-
-    Args:
-        score_of: nDCG@10 of each variant for each real query, (Q,) float64 each; the start's is needed.
-        trained: The names of the trained models.
+    queries it is the start; with fewer than 50, the best and the recommended one are not a trained model. `score_of`
+    has nDCG@10 for each real query, (Q,), of the start and other variants.
     """
     num_queries, needs = len(score_of[START]), [name for name in variants(trained) if name in score_of]
     models = {*trained, *(f"{label} + {HYBRID}" for label in trained)} & {*needs}
     candidates = [name for name in needs if name != BM25_ALONE]
     if not num_queries:
-        reasons = [
-            "Not measured on your queries: all queries were made from the documents, and such queries judge poorly.",
-            "The starting model is kept.",
-        ]
-        return Recommendation(START, START, 0, None, {}, reasons)
+        why = "Not measured on your queries: all queries were made from the documents, and such queries judge poorly."
+        return Recommendation(START, START, 0, None, {}, [why, "The starting model is kept."])
     reasons = []
     if num_queries < MIN_REAL_QUERIES and models:
         reasons.append(
@@ -488,5 +425,4 @@ def _general_table(general: Sequence[General]) -> str:
 
 
 def marked(difference: Difference) -> str:
-    """A difference with its interval, and a star if the interval excludes 0."""
     return f"{difference}{'*' if difference.is_significant else ''}"

@@ -50,12 +50,7 @@ class WeightPath:
     Weights between the two ends often keep most of the gain on the trained task and lose less on others. LoRA matrices
     need no treatment: an exported directory has merged them.
 
-    Args:
-        start: The model that training started from, a directory or Hub id.
-        trained: The directory of the trained model.
-
-    Attributes:
-        embedder: The model, at the trained end until `go` is called.
+    `embedder` is the model, at the trained end until `go` is called.
 
     Shape/precision: sums in float32; each weight has the wider of its two dtypes. Both models are in memory, and the
         one between them.
@@ -135,17 +130,8 @@ def interpolate_models(
 ) -> None:
     """Write the model directory at one place of the path between two models of one architecture (see `WeightPath`).
 
-    All settings are the trained model's; its maximum lengths may differ from the start's.
-
-    Args:
-        start: The model that training started from, a directory or Hub id.
-        trained: The directory of the trained model.
-        output: The directory to write; an existing one is replaced once the new one is complete.
-        share: The place t, from 0 (the start) to 1 (the trained model).
-        facts: Further rows of the card's section on the weights.
-
-    Raises:
-        InputError: If the models are of different kinds.
+    `share` is the place, from 0 (the start) to 1 (the trained model). All settings are the trained model's; its maximum
+    lengths may differ from the start's. `facts` are further rows of the card.
     """
     require_replaceable(output)
     if not 0 <= share <= 1:
@@ -227,17 +213,9 @@ def write_whitened(
 ) -> Whitening:
     """Write a model directory whose vectors are whitened for a corpus, by a `Dense` layer before `Normalize`.
 
-    The layer has no bias and no activation; a head that the model has is multiplied by the matrix. The widths that the
-    model was trained for are left out: a truncated vector is no longer one of them.
-
-    Args:
-        model: A model directory or Hub id.
-        vectors: The corpus as this model encoded it (`encode_corpus`), at least 512 documents in float32.
-        output: The directory to write; an existing one is replaced once the new one is complete.
-
-    Raises:
-        InputError: If the vectors are another model's, or too few.
-        OptionError: If the model compares vectors by inner products of any length.
+    `vectors` are the corpus as this model encoded it. The layer has no bias and no activation; a head that the model
+    has is multiplied by the matrix. The widths that the model was trained for are left out: a truncated vector is no
+    longer one of them.
     """
     require_replaceable(output)
     folder = vectors if isinstance(vectors, VectorFolder) else VectorFolder.open(vectors)
@@ -252,10 +230,8 @@ def write_whitened(
         what = f"has {folder.num_documents} vectors, whitening needs {MIN_DOCUMENTS} that are not all equal"
         raise InputError(str(folder.path), what, "use the model as it is")
     whiten(embedder, found)
-    text = (
-        "The last layer multiplies vectors by (S + 0.1 m I)^(-1/4), with S the covariance of a corpus' vectors and m "
-        "the mean of its eigenvalues."
-    )
+    where = "with S the covariance of a corpus' vectors and m the mean of its eigenvalues"
+    text = f"The last layer multiplies vectors by (S + 0.1 m I)^(-1/4), {where}."
     rows = {"model": shown_name(fspath(model)), "corpus": f"{found.num_documents:,} documents"}
     _write(embedder, output, "Partial whitening", text, rows, [model])
     return found

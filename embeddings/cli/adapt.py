@@ -100,21 +100,18 @@ def adapt(
     else:
         QueryModel(endpoint, endpoint_model)
         if queries is None:
-            print(
-                "the language model is not asked: only judged queries (--queries) tell whether its queries are worth "
-                "training on"
-            )
+            worth = "only judged queries (--queries) tell whether its queries are worth training on"
+            print(f"the language model is not asked: {worth}")
             endpoint = endpoint_model = None
     for name, path in (("documents", documents), ("--queries", queries), ("--training", training)):
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
     resolve_model(model)
     steps = Steps(output.expanduser(), model, language, seed, dry_run)
-    inputs = ["--queries", queries] if queries is not None else []
-    inputs += [] if hold_out_judged else ["--hold-out-judged", "false"]
-    inputs += ["--query-columns", json.dumps(query_columns)] if query_columns else []
-    inputs += ["--endpoint", endpoint] if endpoint is not None else []
-    inputs += ["--endpoint-model", endpoint_model] if endpoint_model is not None else []
+    given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
+    given |= {"--query-columns": json.dumps(query_columns) if query_columns else None}
+    given |= {"--endpoint": endpoint, "--endpoint-model": endpoint_model}
+    inputs = [word for option, value in given.items() if value is not None for word in (option, value)]
     renamed = ["--columns", json.dumps(columns)] if columns else []
     others = general if isinstance(general, list) else None if general is None else [general]
     if dry_run:
@@ -338,7 +335,6 @@ def _listed(paths: list[Path]) -> str:
 
 
 def run_step(argv: list[str]) -> None:
-    """Run one of the commands in this process."""
     from embeddings.cli.main import dispatch
 
     dispatch(argv)

@@ -32,13 +32,7 @@ from embeddings.interop.released import import_released
 from embeddings.models import load_embedder
 from embeddings.models.gguf import write_gguf
 from embeddings.models.lora import save_adapters
-from embeddings.models.model_card import (
-    TrainingFacts,
-    check_licence,
-    push_to_hub,
-    read_scores,
-    write_model_card,
-)
+from embeddings.models.model_card import TrainingFacts, check_licence, push_to_hub, read_scores, write_model_card
 from embeddings.models.model_files import ADAPTER_FOLDER, CURVES_FILE, SCORES_FILE
 from embeddings.models.moe.upcycling import write_rotary_model
 from embeddings.modules.checkpoint import configured_module, set_weights

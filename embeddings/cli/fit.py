@@ -157,7 +157,6 @@ class TrainerCLI(LightningCLI):
         self.check_checkpoint()
 
     def check_checkpoint(self) -> None:
-        """Check `--ckpt_path` before anything is built."""
         check_checkpoint(self.config.ckpt_path)
 
     def _make_small(self, args: Any) -> None:
@@ -395,7 +394,6 @@ def with_names(sources: Any) -> Any:
 
 
 def sources_named(argv: Sequence[str]) -> list[str]:
-    """The arguments with `with_names` for the sources of the data."""
     words: list[str] = []
     for previous, word in zip(["", *argv], argv, strict=False):
         name, equals, value = word.partition("=") if word.startswith("--") else (previous, "", word)

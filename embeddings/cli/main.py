@@ -44,69 +44,54 @@ class Command:
         return function
 
 
+def _own(target: str, summary: str, positional: tuple[str, ...] = (), is_optional: bool = False) -> Command:
+    return Command(f"embeddings.cli.{target}", summary, positional, is_optional)
+
+
 # A name of two words is a command with its subcommand.
 COMMANDS = {
-    "prepare": Command(
-        "embeddings.cli.prepare:prepare", "make a recipe's training data from public data sets", ("recipe",)
+    "prepare": _own("prepare:prepare", "make a recipe's training data from public data sets", ("recipe",)),
+    "prepare docstrings": _own("quickstart:docstrings", "make a training corpus of installed packages"),
+    "quickstart": _own("quickstart:quickstart", "train, evaluate and search in minutes"),
+    "passages": _own("passages:passages", "cut documents into passages", ("documents",)),
+    "queries": _own("queries:queries", "make queries for passages, and hold documents out", ("passages",)),
+    "adapt": _own("adapt:adapt", "from one's own documents to better search, measured", ("documents",)),
+    "encode": _own("retrieval:encode", "encode the texts of a file into a folder of vectors"),
+    "index": _own("retrieval:index", "build an index of encoded vectors, for faster search"),
+    "search": _own(
+        "retrieval:search", "find the documents of a corpus nearest to a query", ("query",), is_optional=True
     ),
-    "prepare docstrings": Command(
-        "embeddings.cli.quickstart:docstrings", "make a training corpus of installed packages"
+    "evaluate": _own("retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
+    "compare": _own("compare:compare", "score a model and what was made of it on test queries, and recommend one"),
+    "interpolate": _own("compare:interpolate", "write a model between a starting model and its trained one"),
+    "whiten": _own("compare:whiten", "write a model whose vectors are whitened for a corpus"),
+    "cluster": _own("mining:cluster", "cluster similar records, for hard in-batch negatives"),
+    "mine": _own("mining:mine", "mine hard negatives for training records"),
+    "filter": _own("mining:filter_records", "remove duplicate and contaminated training records"),
+    "synthesize": _own("mining:synthesize", "generate training records with a language model"),
+    "export": _own("export:export", "convert a training checkpoint to a model directory"),
+    "verify": _own("verify:verify", "say whether a server or a library computes a model"),
+    "push": _own("export:push", "upload a model directory to the Hugging Face Hub", ("model", "name")),
+    "import": _own("export:import_checkpoint", "convert a published checkpoint to a model directory"),
+    "convert": _own("export:convert", "replace a checkpoint's learned positions by rotary ones"),
+    "compress": _own("export:compress", "prune and quantise a model"),
+    "sweep": _own("sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)),
+    "report": _own("show:report", "write an HTML report on a run", ("run",)),
+    "show curves": _own("show:curves", "plot the loss and score of runs"),
+    "show anchor-tokens": _own(
+        "show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
     ),
-    "quickstart": Command("embeddings.cli.quickstart:quickstart", "train, evaluate and search in minutes"),
-    "passages": Command("embeddings.cli.passages:passages", "cut documents into passages", ("documents",)),
-    "queries": Command(
-        "embeddings.cli.queries:queries", "make queries for passages, and hold documents out", ("passages",)
+    "show latent-attention": _own(
+        "show:latent_attention", "show which latents the tokens of texts attend to", ("texts",)
     ),
-    "adapt": Command(
-        "embeddings.cli.adapt:adapt", "from one's own documents to better search, measured", ("documents",)
-    ),
-    "encode": Command("embeddings.cli.retrieval:encode", "encode the texts of a file into a folder of vectors"),
-    "index": Command("embeddings.cli.retrieval:index", "build an index of encoded vectors, for faster search"),
-    "search": Command(
-        "embeddings.cli.retrieval:search",
-        "find the documents of a corpus nearest to a query",
-        ("query",),
-        is_optional=True,
-    ),
-    "evaluate": Command("embeddings.cli.retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
-    "compare": Command(
-        "embeddings.cli.compare:compare", "score a model and what was made of it on test queries, and recommend one"
-    ),
-    "interpolate": Command(
-        "embeddings.cli.compare:interpolate", "write a model between a starting model and its trained one"
-    ),
-    "whiten": Command("embeddings.cli.compare:whiten", "write a model whose vectors are whitened for a corpus"),
-    "cluster": Command("embeddings.cli.mining:cluster", "cluster similar records, for hard in-batch negatives"),
-    "mine": Command("embeddings.cli.mining:mine", "mine hard negatives for training records"),
-    "filter": Command("embeddings.cli.mining:filter_records", "remove duplicate and contaminated training records"),
-    "synthesize": Command("embeddings.cli.mining:synthesize", "generate training records with a language model"),
-    "export": Command("embeddings.cli.export:export", "convert a training checkpoint to a model directory"),
-    "verify": Command("embeddings.cli.verify:verify", "say whether a server or a library computes a model"),
-    "push": Command(
-        "embeddings.cli.export:push", "upload a model directory to the Hugging Face Hub", ("model", "name")
-    ),
-    "import": Command("embeddings.cli.export:import_checkpoint", "convert a published checkpoint to a model directory"),
-    "convert": Command("embeddings.cli.export:convert", "replace a checkpoint's learned positions by rotary ones"),
-    "compress": Command("embeddings.cli.export:compress", "prune and quantise a model"),
-    "sweep": Command(
-        "embeddings.cli.sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)
-    ),
-    "report": Command("embeddings.cli.show:report", "write an HTML report on a run", ("run",)),
-    "show curves": Command("embeddings.cli.show:curves", "plot the loss and score of runs"),
-    "show anchor-tokens": Command(
-        "embeddings.cli.show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
-    ),
-    "show latent-attention": Command(
-        "embeddings.cli.show:latent_attention", "show which latents the tokens of texts attend to", ("texts",)
-    ),
-    "show routing": Command(
-        "embeddings.cli.show:routing",
+    "show routing": _own(
+        "show:routing",
         "show how a sparse model routes tokens, or the expert loads of runs",
         ("texts",),
         is_optional=True,
     ),
-    "show contextual-shift": Command("embeddings.cli.show:contextual_shift", "plot how vectors move between contexts"),
-    "show clusters": Command("embeddings.cli.show:clusters", "plot the rows of some clusters"),
+    "show contextual-shift": _own("show:contextual_shift", "plot how vectors move between contexts"),
+    "show clusters": _own("show:clusters", "plot the rows of some clusters"),
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"adapt", "prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}

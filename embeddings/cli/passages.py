@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from embeddings.adaptation import PassageReport, Splitter, TokenCounter, write_passages
-from embeddings.adaptation.corpus import DEFAULT_SIMILARITY
+from embeddings.adaptation import Splitter, TokenCounter, write_passages
+from embeddings.adaptation.corpus import DEFAULT_SIMILARITY, PassageReport
 from embeddings.common.text import format_table, one_line, shorten
 from embeddings.models.model_files import PACKAGED_NAME
 

@@ -77,7 +77,7 @@ GPU_OPTIONS = {"gpus", "gpu", "gpu_memory_gb", "peak_tflops", "link_gb"}
 
 @dataclass(frozen=True)
 class Hardware:
-    """The processor of each process of a run: a GPU by its options, or a part of this machine's CPU."""
+    """What each process of a run computes on: a GPU by its options, or a part of this machine's CPU."""
 
     kind: Literal["GPU", "CPU"]
     name: str
@@ -213,7 +213,6 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def gradcache_options(run: Any) -> Any:
-    """The arguments of the run's GradCacheCallback; empty without one."""
     caches = [each for each in run.trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
     return caches[-1].init_args if caches else {}
 
@@ -518,7 +517,6 @@ def num_devices(devices: Any) -> int | None:
 
 
 def is_here(accelerator: Any, count: int | None) -> bool:
-    """Whether this machine has the requested devices."""
     if accelerator in ("gpu", "cuda"):
         return torch.cuda.is_available() and (count or 1) <= torch.cuda.device_count()
     return accelerator not in ("mps", "tpu")

@@ -135,19 +135,16 @@ def score_table(results: dict[str, Any]) -> str:
     return format_table(rows)
 
 
-def docstrings(
-    output: Path = Path("data/docstrings"), force: bool = False, max_rows: int | None = None, test_only: bool = False
-) -> None:
+def docstrings(output: Path = Path("data/docstrings"), max_rows: int | None = None, test_only: bool = False) -> None:
     """Build a training corpus of query-document pairs from the functions of installed packages.
 
     Args:
         output: The folder to write; a finished corpus of the same inputs is reused.
-        force: Whether to rebuild a finished corpus.
         max_rows: Maximum number of training pairs, sampled evenly; evaluation folders are not limited.
         test_only: Whether to write only `docstrings`, an evaluation folder of 200 queries and 500 functions.
     """
     if test_only:
-        refuse_given({"force": force or None, "max_rows": max_rows}, "has no effect with --test-only")
+        refuse_given({"max_rows": max_rows}, "has no effect with --test-only")
         print(f"wrote {prepare_docstring_test(output)}")
         return
-    prepare_docstrings(output, force=force, max_rows=max_rows)
+    prepare_docstrings(output, max_rows=max_rows)

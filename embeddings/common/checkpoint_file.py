@@ -18,14 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import (
-    atomic_path,
-    check_disk_space,
-    check_regular,
-    file_hash,
-    fsync_path,
-    remove_abandoned,
-)
+from embeddings.common.io import atomic_path, check_disk_space, check_regular, file_hash, fsync_path, remove_abandoned
 
 # The comment: this mark, and the checksum of all bytes before the comment as 32 hex digits.
 MARK = b"embeddings checkpoint 2, xxh3_128 "

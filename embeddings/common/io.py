@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -86,7 +86,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Give a file another name, or copy it where a file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -213,6 +212,11 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The mapping of a JSON file; empty if the file is missing or damaged."""
     try:
@@ -315,7 +319,6 @@ def text_hash(text: str) -> int:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that affect a job's output."""
     versions = {"python": platform.python_version(), "embeddings": __version__}
     for name in VERSIONED_PACKAGES:
         try:

@@ -238,7 +238,6 @@ def require_shard_size(shard_size: int) -> None:
 
 
 def shard_rows(shard: int, shard_size: int, num_rows: int) -> range:
-    """The rows of a shard."""
     return range(shard * shard_size, min((shard + 1) * shard_size, num_rows))
 
 

@@ -25,7 +25,6 @@ class PackedTexts(Sequence[str]):
             self.append(text)
 
     def append(self, text: str) -> None:
-        """Add a text at the end."""
         self._last.append(text)
         if len(self._last) == _BLOCK_TEXTS:
             sink = pa.BufferOutputStream()
@@ -37,11 +36,9 @@ class PackedTexts(Sequence[str]):
 
     @property
     def nbytes(self) -> int:
-        """The size of the compressed blocks."""
         return sum(len(block) for block in self._blocks)
 
     def to_arrow(self) -> pa.ChunkedArray:
-        """The texts as an Arrow array."""
         return pa.chunked_array([*map(_unpacked, self._blocks), pa.array(self._last, pa.large_string())])
 
     def __len__(self) -> int:

@@ -95,7 +95,6 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]
             self.close()
 
     def update(self, n: float | None = 1) -> bool | None:
-        """Move by `n`."""
         return self.move(self.n + (n or 0))
 
     @contextmanager
@@ -155,7 +154,6 @@ class _OpenItem:
         self.bar, self.start, self.stop = bar, start, stop
 
     def cancel(self) -> None:
-        """Do not count this item."""
         self.stop = self.start
 
 
@@ -311,5 +309,4 @@ def reported(title: str) -> Iterator[None]:
 
 
 def stop_reporting() -> None:
-    """End the lines of `reported`."""
     _reporter.command = None

@@ -73,7 +73,6 @@ class RunData(ABC):
 
 
 def run_data(trainer: Any) -> RunData | None:
-    """The trainer's data module, None if it is not a `RunData`."""
     data = getattr(trainer, "datamodule", None)
     return data if isinstance(data, RunData) else None
 

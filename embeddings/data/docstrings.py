@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import check_manifest, file_hash, write_text
+from embeddings.common.io import check_manifest, file_hash, link_or_copy, write_json_lines, write_text
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
@@ -72,10 +72,9 @@ def near_duplicates(texts: Sequence[str]) -> npt.NDArray[np.bool_]:
     """For each text, whether it is a near-duplicate of an earlier text that is not a near-duplicate itself."""
     rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
     items = [(text,) for text in texts]
-    blocks = [rule.signatures(items[start : start + 512]) for start in range(0, len(items), 512)]
-    if not blocks:
+    if not items:
         return np.zeros(0, dtype=bool)
-    return rule.mark_copies(np.concatenate(blocks), lambda rows: [items[row] for row in rows])
+    return rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows])
 
 
 def _code(function: DocumentedFunction) -> str:
@@ -182,7 +181,6 @@ def prepare_docstrings(
     held_out_packages: Sequence[str] = HELD_OUT_PACKAGES,
     seed: int = 0,
     sizes: Mapping[str, int] = SIZES,
-    force: bool = False,
     max_rows: int | None = None,
 ) -> DocstringCorpus:
     """Write pairs of the first docstring sentence and the code of a function, from installed packages.
@@ -199,7 +197,6 @@ def prepare_docstrings(
         held_out_packages: Packages used only for evaluation.
         seed: Seed of the random choices.
         sizes: Functions of each evaluation set and queries among them; those that are not given are those of `SIZES`.
-        force: Whether to write the corpus again if it exists.
         max_rows: Maximum training pairs, or None for all. Every k-th pair is used, with the smallest k that fits.
     """
     folder = Path(os.path.abspath(output))
@@ -223,8 +220,8 @@ def prepare_docstrings(
         "max_rows": max_rows,
         "input_sha256": sources_digest(sources),
     }
-    if not force and (manifest := finished_manifest(folder, inputs)) is not None:
-        logger.info("%s already exists for these packages and arguments; --force writes it again", output)
+    if (manifest := finished_manifest(folder, inputs)) is not None:
+        logger.info("%s already exists for these packages and arguments", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
     train, evaluation = split_functions(deduplicate(_read(sources)), held_out, sizes, seed)
     step = -(-len(train) // max_rows) if max_rows else 1
@@ -309,21 +306,30 @@ def _write_train(path: Path, functions: Sequence[DocumentedFunction], seed: int,
                 "package": function.package,
                 "module": function.module,
             }
-            zipped.write(_line(record).encode())
+            zipped.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
 
 def _write_evaluation(folder: Path, evaluation: EvaluationSet) -> None:
-    """Write a folder in the BEIR layout; a query has the id of its only relevant function."""
+    """A query has the id of its only relevant function."""
     documents = (
         {"_id": f.id, "title": "", "text": f.document, "package": f.package, "module": f.module}
         for f in evaluation.documents
     )
-    write_text(folder / "corpus.jsonl", "".join(map(_line, documents)))
     queries = ({"_id": function.id, "text": function.query} for function in evaluation.queries)
-    write_text(folder / "queries.jsonl", "".join(map(_line, queries)))
-    rows = [f"{function.id}\t{function.id}\t1\n" for function in evaluation.queries]
-    write_text(folder / "qrels.tsv", "query-id\tcorpus-id\tscore\n" + "".join(rows))
+    write_retrieval_folder(folder, documents, queries, ((each.id, each.id, 1.0) for each in evaluation.queries))
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
+def write_retrieval_folder(
+    folder: Path,
+    corpus: Path | Iterable[Mapping[str, str]],
+    queries: Iterable[Mapping[str, str]],
+    qrels: Iterable[tuple[str, str, float]],
+) -> None:
+    """Write a folder in the BEIR layout; `corpus` are documents or a file of them, `qrels` query, document, grade."""
+    write_json_lines(folder / "queries.jsonl", queries)
+    if isinstance(corpus, Path):
+        link_or_copy(corpus, folder / "corpus.jsonl")
+    else:
+        write_json_lines(folder / "corpus.jsonl", corpus)
+    rows = (f"{query}\t{document}\t{grade:g}\n" for query, document, grade in qrels)
+    write_text(folder / "qrels.tsv", "".join(["query-id\tcorpus-id\tscore\n", *rows]))

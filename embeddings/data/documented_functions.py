@@ -44,7 +44,7 @@ def documented_functions(source: bytes, package: str, module: str) -> Iterator[D
     text = decoded(source)
     try:
         with warnings.catch_warnings():
-            # Warnings about other people's files do not help the user.
+            # Warnings about foreign files do not help the user.
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

@@ -69,7 +69,11 @@ class NearDuplicates:
         self._salts = draws * np.uint64(2) + np.uint64(1)
 
     def signatures(self, items: Items) -> npt.NDArray[np.uint8]:
-        """A byte of each MinHash value of n items, (n, num_keys, KEY_BYTES) uint8."""
+        """A byte of each MinHash value of n items, at least one, (n, num_keys, KEY_BYTES) uint8."""
+        blocks = (items[start : start + _BATCH_TEXTS] for start in range(0, len(items), _BATCH_TEXTS))
+        return np.concatenate([self._block_signatures(block) for block in blocks])
+
+    def _block_signatures(self, items: Items) -> npt.NDArray[np.uint8]:
         minimum_NPV = np.empty((len(items), self.num_parts, self._num_values), np.uint64)
         for part in range(self.num_parts):
             hashes, start_N = self._shingles([item[part] for item in items])

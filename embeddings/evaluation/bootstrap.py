@@ -62,18 +62,12 @@ def bootstrap(
     num_rows: int,
     num_resamples: int = 1_000,
     seed: int = 0,
-    confidence: float = 0.95,
 ) -> Difference:
-    """A difference of any statistic over all rows, with its percentile interval over resampled rows.
+    """A difference of any statistic over all rows, with its 95 % percentile interval over resampled rows.
 
-    Args:
-        difference: Maps rows, (N,) int64, in which a row may be repeated, to the difference.
-        num_rows: The number of rows N.
-        num_resamples: Number of resamples.
-        seed: Seed of the draws.
-        confidence: Share of the resampled differences that lie within the interval.
+    `difference` maps rows, (N,) int64, in which a row may be repeated, to the difference.
     """
     generator = np.random.default_rng(seed)
     value_R = [difference(generator.integers(num_rows, size=num_rows)) for _ in range(num_resamples)]
-    low, high = np.quantile(value_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(value_R, [(1 - 0.95) / 2, (1 + 0.95) / 2])
     return Difference(difference(np.arange(num_rows)), float(low), float(high))

@@ -103,9 +103,9 @@ def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (1
     return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
 
 
-def query_ndcg(ranked_QK: Ints, qrels: Qrels, cutoff: int = 10) -> Floats:
-    """nDCG of each query with a judgment, in the order of the queries; its mean is that of `retrieval_metrics`."""
-    return query_metrics(ranked_QK, qrels, (cutoff,))[f"ndcg_at_{cutoff}"]
+def query_ndcg(ranked_QK: Ints, qrels: Qrels) -> Floats:
+    """nDCG@10 of each query with a judgment, in the order of the queries; its mean is that of `retrieval_metrics`."""
+    return query_metrics(ranked_QK, qrels, (10,))["ndcg_at_10"]
 
 
 def query_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> dict[str, Floats]:

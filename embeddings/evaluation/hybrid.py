@@ -158,11 +158,10 @@ def evaluate_hybrid(
         roots: Retrieval folders, or folders of them; all are read before the first is scored.
         rule: How scores are fused; None for z-scores with weight 0.2 of BM25.
         language: Language of the texts (see `bm25.tokenizer`).
-        prompt_name: See `evaluate_widths`.
-        context_size: See `evaluate_widths`.
-        context_seed: See `evaluate_widths`.
         widths: Numbers of leading dimensions to compare; None for full width.
         tune: Whether the weight is chosen on the queries of each folder, for each width.
+
+    The other arguments are those of `evaluate_widths`.
 
     Raises:
         InputError: If a folder has data of another kind.

@@ -213,11 +213,9 @@ def format_results(results: Sequence[EvaluationResult]) -> str:
     return format_table(rows, "<")
 
 
-def score_retrieval(
-    encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None = None, context: Context | None = None
-) -> RetrievalRun:
+def score_retrieval(encoder: Encoder, folder: RetrievalFolder, context: Context | None = None) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    query_QD, tiles = query_and_tiles(encoder, folder, prompt_name, context)
+    query_QD, tiles = query_and_tiles(encoder, folder, None, context)
     document_ND = np.empty((len(folder.documents), encoder.embedding_dim), np.float32)
     [(metrics, counts, _)] = _score_retrieval(
         encoder, folder, query_QD, _copied(tiles, document_ND), [encoder.embedding_dim]

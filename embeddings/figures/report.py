@@ -241,8 +241,8 @@ def moment(text: Any) -> str:
     return "not recorded" if time is None else f"{time.day} {time:%B %Y, %H:%M} UTC"
 
 
-def count(number: int, name: str, plural: str = "s") -> str:
-    return f"{number:,} {name}{plural if number != 1 else ''}"
+def count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' if number != 1 else ''}"
 
 
 def digits(value: float) -> str:

@@ -1,6 +1,7 @@
 """BM25, the lexical baseline for embedding models, computed by bm25s; PyStemmer stems the words."""
 
 import json
+import math
 import re
 import sys
 import unicodedata
@@ -151,6 +152,13 @@ class BM25:
         scores = index.scores if self._vocabulary else {"data": [], "indices": [], "indptr": [0, 0]}
         shape = (max(1, len(self._vocabulary)), len(tokens))
         self._weight_VN = sparse.csr_array((scores["data"], scores["indices"], scores["indptr"]), shape=shape)
+        self.mean_length = sum(map(len, tokens)) / len(tokens)
+
+    def idf(self, token: str) -> float:
+        """The inverse document frequency of a token, which need not be in the corpus."""
+        row, starts = self._vocabulary.get(token), self._weight_VN.indptr
+        df = 0 if row is None else int(starts[row + 1] - starts[row])
+        return math.log1p((self.num_texts - df + 0.5) / (df + 0.5))
 
     @property
     def num_texts(self) -> int:

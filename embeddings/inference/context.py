@@ -64,13 +64,9 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
-    """Draw context documents for a contextual model from a corpus, and encode them.
+    """Draw context documents for a contextual model from a corpus file or an encoded folder, and encode them.
 
-    Args:
-        encoder: The model.
-        source: A corpus file (see `read_corpus`), or a folder written by `encode_corpus` with any model.
-        size: Number of context documents; None for all slots of the model.
-        seed: Seed of the draw. A corpus smaller than `size` is oversampled evenly.
+    `size` is their number; None for all slots of the model. A smaller corpus is oversampled evenly.
     """
     return encode_documents(encoder, draw_documents(source, require_context_size(encoder, size), seed), seed)
 
@@ -85,7 +81,6 @@ def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = No
 
 
 def encode_documents(encoder: Encoder, documents: Sequence[Document], seed: int) -> Context:
-    """The context of documents that were drawn with a seed."""
     vector_MH = encoder.encode_context([document.text for document in documents])
     ids = tuple(document.document_id for document in documents)
     return Context(ids, documents_sha256(documents), seed, vector_MH)

@@ -337,7 +337,6 @@ class Encoder:
         return _joined(blocks, len(texts), model.context_size)
 
     def require_context(self) -> None:
-        """Raise an `OptionError` unless the model is contextual."""
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: the model is not contextual", "drop it")
 
@@ -543,7 +542,6 @@ def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A tokenizer's vocabulary and pipeline."""
     fields: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

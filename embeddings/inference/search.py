@@ -85,7 +85,6 @@ class TopKSearch:
             self._num_documents += len(tile_TD)
 
     def result(self) -> TopK:
-        """The best of all documents that were added."""
         best = self._best.result()
         return best if self._tie_order_N is None else TopK(best.score_QK, self._tie_order_N[best.index_QK])
 
@@ -398,7 +397,6 @@ class CorpusSearch:
         return self.folder.tiles() if self.encoder.embedder.compares_lengths else self.folder.directions()
 
     def texts(self) -> Iterator[str]:
-        """The texts of all documents, in order."""
         if self.folder is None:
             return (document.text for document in self._corpus)
         return self.folder.texts()

@@ -51,7 +51,7 @@ _MAX_CODE = 127
 # Texts per shard; an interruption loses the current shard.
 SHARD_SIZE, SLOW_SHARD_SIZE = 8192, 1024
 _MANY_PARAMETERS = 10**9
-_COLUMNS = ("_id", "title", "text")
+COLUMNS = ("_id", "title", "text")
 
 
 class Document(NamedTuple):
@@ -90,10 +90,8 @@ def _corpus_rows(
     path: str | PathLike[str], columns: Mapping[str, str] | None = None, show_progress: bool = False
 ) -> Iterator[tuple[str, Document]]:
     """The documents of a file, each with its place for messages."""
-    for name in columns or ():
-        if name not in _COLUMNS:
-            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
-    id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _COLUMNS)
+    named = check_columns(columns)
+    id_column, title_column, text_column = (named.get(name, name) for name in COLUMNS)
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
     blocks = blocks_of(f"reading {path}", [reader]) if show_progress else reader.blocks()
@@ -105,6 +103,14 @@ def _corpus_rows(
             title = text_field(where, fields, title_column)
             text = f"{title} {text}" if title and text else title or text
         yield where, Document(document_id, text)
+
+
+def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
+    """The columns by field; an `OptionError` for an unknown field."""
+    for name in columns or ():
+        if name not in COLUMNS:
+            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
+    return dict(columns or {})
 
 
 def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
@@ -281,7 +287,6 @@ class VectorFolder:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open a finished folder."""
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         num_documents, embedding_dim, shard_size = (
             fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")
@@ -299,7 +304,6 @@ class VectorFolder:
         return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size, self.vector_format)
 
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors of `tiles` at unit length."""
         return map(unit_rows, self.tiles())
 
     def tiles(self) -> Iterator[npt.NDArray[np.float32]]:
@@ -359,24 +363,16 @@ def encode_corpus(
     """Encode a corpus file into a folder, shard by shard; None while shards of other tasks are missing.
 
     After a kill, the same call resumes at the first missing shard, and writes the same bytes; only another number of
-    threads may change the rounding. A finished folder is not changed.
+    threads may change the rounding. A finished folder is not changed. The arguments are those of the command `encode`;
+    `task` are the shards that this process encodes, None for all.
 
     Args:
-        encoder: The model.
-        corpus: A corpus file (see `read_corpus`).
-        output: The folder to write.
+        corpus: A corpus file (see `read_corpus`, also for `columns`).
         prompt_name: The model's prompt before each document, or a literal one; None for the prompt named like the role.
-        role: The role whose length limit and prompt are used: `query` for a file of queries.
-        columns: Names of the file's columns that differ from the field names (see `read_corpus`).
-        shard_size: Documents per shard: a kill loses at most one shard per device. None for that of the folder; in a
-            new one 1,024 on a CPU or with at least a billion parameters, else 8,192.
-        vector_format: Storage format of the vectors (see `stored_rows`): `int8` needs a quarter of the bytes of
-            float32, `binary` one 32nd, at some loss of quality.
+        vector_format: Storage format of the vectors (see `stored_rows`).
         context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder, and
             a search reads it from there.
         devices: Devices that share the shards, one process each (see `on_devices`).
-        tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
-        task: The shards that this process encodes; None for all.
     """
     folder = Path(output)
     if tokenizer_workers < 0:

@@ -51,17 +51,7 @@ def encode_table(
     `encode_corpus` in the folder `OUTPUT.work`, where a killed call resumes; it may be deleted afterwards. A finished
     file is not written again.
 
-    Args:
-        encoder: The model.
-        corpus: A corpus file (see `read_corpus`).
-        output: The file to write, with `NAME.manifest.json` beside it.
-        prompt_name: See `encode_corpus`, as for all other arguments.
-        role: See `encode_corpus`.
-        columns: See `encode_corpus`.
-        shard_size: See `encode_corpus`.
-        devices: See `encode_corpus`.
-        tokenizer_workers: See `encode_corpus`.
-        task: See `encode_corpus`.
+    The arguments are those of `encode_corpus`; `output` is the file to write, with `NAME.manifest.json` beside it.
     """
     target = Path(output)
     work = target.with_name(f"{target.name}.work")

@@ -54,14 +54,8 @@ class Server:
     """A server of embeddings; the API key, if any, is the environment variable OPENAI_API_KEY.
 
     With OpenAI's API the client puts the model's prompts before the texts; text-embeddings-inference adds them by
-    `prompt_name`.
-
-    Args:
-        url: Base URL, such as `http://localhost:8000/v1`, or the whole address.
-        api: The protocol; None for `tei` if the address ends with `/embed`, else `openai`.
-        name: The model's name at the server, for OpenAI's API.
-        golden: The expected model, of which prompts and normalisation are used.
-        timeout_seconds: Longest wait for a whole answer.
+    `prompt_name`. `url` is a base URL or a whole address; `api` None is `tei` if it ends with `/embed`, else `openai`.
+    Of `golden`, the expected model, prompts and normalisation are used.
     """
 
     url: str
@@ -205,15 +199,7 @@ def _problem(error: HTTPError, deadline: float) -> str:
 def library_answers(
     library: Library, folder: Path, precision: Precision, device: str | None, trust_code: bool = False
 ) -> Ask:
-    """The answers of a library that reads the directory.
-
-    Args:
-        library: `ours` is `Encoder`; `onnx` and `onnx-int8` run the directory's graph with our pooling.
-        folder: The model directory.
-        precision: Precision of the computation; the graphs have their own.
-        device: Device of the model; None for the GPU if there is one.
-        trust_code: Whether sentence-transformers may run the directory's code.
-    """
+    """The answers of a library that reads the directory; `onnx` and `onnx-int8` run its graph with our pooling."""
     if library == "sentence-transformers":
         return _sentence_transformers(folder, precision, device, trust_code)
     if library == "ours":

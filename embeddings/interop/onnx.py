@@ -147,7 +147,6 @@ def example_inputs(config: PretrainedConfig, num_texts: int, length: int) -> tup
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the exporter's logs and warnings."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -88,15 +88,7 @@ class Verdict:
 def verify_answers(
     golden: Golden, ask: Ask, folder: Path, load: Callable[[], Encoder], min_cosine: float = MIN_COSINE
 ) -> Verdict:
-    """Compare answers to the golden texts with the golden vectors.
-
-    Args:
-        golden: The texts and the model's vectors.
-        ask: Returns the answers.
-        folder: The model directory.
-        load: Loads its encoder in float32; called only if the answers differ.
-        min_cosine: Least cosine of an answer with the model's vector.
-    """
+    """Compare answers to the golden texts with the golden vectors; `load` is called only if they differ."""
     answers, refused = dict[TextRole, Vectors](), set[str]()
     for role in ROLES:
         answers[role], kinds = _asked(ask, golden, role)
@@ -168,21 +160,19 @@ def _lengths(answers: dict[TextRole, Vectors], golden: Golden) -> tuple[str, boo
     ), False
 
 
+@dataclass
 class _Search:
     """The search for the cause of a difference."""
 
-    def __init__(
-        self,
-        golden: Golden,
-        ask: Ask,
-        answers: dict[TextRole, Vectors],
-        folder: Path,
-        encoder: Encoder,
-        min_cosine: float,
-    ) -> None:
-        self.golden, self.ask, self.answers = golden, ask, answers
-        self.folder, self.encoder, self.min_cosine = folder, encoder, min_cosine
-        self.kinds, self.texts = list(golden.texts), list(golden.texts.values())
+    golden: Golden
+    ask: Ask
+    answers: dict[TextRole, Vectors]
+    folder: Path
+    encoder: Encoder
+    min_cosine: float
+
+    def __post_init__(self) -> None:
+        self.kinds, self.texts = list(self.golden.texts), list(self.golden.texts.values())
 
     def causes(self) -> str:
         """The causes in words, one for both roles if it is the same."""
@@ -308,7 +298,6 @@ class _Search:
     # The hypotheses: what is different, and a function that computes vectors under it.
 
     def _variant(self, **changes: Any) -> Encoder:
-        """The encoder with another part of its embedder."""
         embedder = self.encoder.embedder
         names = ("norm", "head", "normalize", "text", "trained_widths", "similarity")
         parts = {name: getattr(embedder, name) for name in ("backbone", "tokenizer", "pooling", *names)} | changes
@@ -343,9 +332,7 @@ class _Search:
             if isinstance(compute, _Variant):
                 likely.append((float(_cosines(compute(texts), answer_nD).mean()), cause, compute))
         for _, cause, compute in sorted(likely, key=lambda each: -each[0])[:_LIKELIEST]:
-            other = copy.copy(self)
-            other.encoder = compute.encoder()
-            for second, both in other._hypotheses(role):
+            for second, both in replace(self, encoder=compute.encoder())._hypotheses(role):
                 yield f"{cause}; and {second}", both
 
     def _prompts(self, role: TextRole) -> Iterator[tuple[str, Compute]]:
@@ -542,7 +529,6 @@ class _Variant:
 
 
 def _rows(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
-    """The ids and the pooling mask of each text."""
     ids, mask, start = tokens.input_ids_T.tolist(), tokens.pooling_mask_T.tolist(), 0
     for length in tokens.lengths_N.tolist():
         yield ids[start : start + length], mask[start : start + length]

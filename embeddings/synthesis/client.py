@@ -69,22 +69,11 @@ class Request(NamedTuple):
         return sum(len(text.encode()) for text in (self.prompt, *chain(*self.examples)))
 
 
-def make_request(
-    name: str,
-    prompt: str,
-    seed: int,
-    read: Callable[[Any], object],
-    wants_object: bool = True,
-    retry: Callable[[], Request] | None = None,
-    schema: Mapping[str, Any] | None = None,
-    parse: Callable[[Answer], Any] = parse_answer,
-    examples: Sequence[tuple[str, str]] = (),
-) -> Request:
+def make_request(name: str, prompt: str, seed: int, read: Callable[[Any], object], **others: Any) -> Request:
     """A request; its key contains a hash of the prompt, so that a saved answer is never used for another prompt."""
-    text = "\0".join([prompt, *chain(*examples)])
+    text = "\0".join([prompt, *chain(*others.get("examples", ()))])
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    request_seed = derive_seed(seed, "request", name) % 2**31
-    return Request(f"{name}/{digest}", prompt, request_seed, read, wants_object, retry, schema, parse, examples)
+    return Request(f"{name}/{digest}", prompt, derive_seed(seed, "request", name) % 2**31, read, **others)
 
 
 def check_numbers(options: object, *above_zero: str, from_zero: str) -> None:

@@ -30,14 +30,7 @@ from embeddings.synthesis.prompts import (
     answer_schema,
     reference_tasks,
 )
-from embeddings.synthesis.runner import (
-    Journal,
-    RequestRunner,
-    described,
-    journal_paths,
-    open_journal,
-    unusable_error,
-)
+from embeddings.synthesis.runner import Journal, RequestRunner, described, journal_paths, open_journal, unusable_error
 from embeddings.synthesis.validate import (
     Reason,
     RejectedAnswer,
@@ -68,7 +61,8 @@ class Item:
         """The request of an attempt; an unusable answer is followed by the next attempt."""
         is_last = attempt + 1 == max_attempts
         retry = None if is_last else partial(self.request, seed, attempt + 1, max_attempts)
-        return make_request(f"example/{self.id}/{attempt}", self.prompt, seed, self.read, True, retry, self.schema)
+        name = f"example/{self.id}/{attempt}"
+        return make_request(name, self.prompt, seed, self.read, retry=retry, schema=self.schema)
 
 
 class Rejection(NamedTuple):
@@ -402,14 +396,8 @@ def synthesize(
     `journal-00000.jsonl`. It then sends the shares of tasks that do not run, and waits for those of tasks that do. The
     files have the bytes of one process that gets the same answers.
 
-    Args:
-        output: A folder that is new, empty, or from an earlier run of the same job, which is resumed. A resumed job may
-            request more examples if `num_brainstormed` is the same.
-        plan: What to generate.
-        templates: The prompts.
-        client: The endpoint, and the limits on its use. The tasks of an array have equal shares of the token budget and
-            of the requests per minute.
-        task: The task of an array; None for one process.
+    A folder from an earlier run of the same job is resumed, also for more examples if `num_brainstormed` is the same.
+    The tasks of an array have equal shares of the token budget and of the requests per minute.
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
         section 4.3, Tables 15 and 16. Differs: the prompts are ours, written to the papers' specification;
@@ -583,7 +571,6 @@ def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
 
 
 def _fields(record: Record) -> Mapping[str, Any]:
-    """The fields of a record without its negatives."""
     optional = {name: getattr(record, name) for name in ("id", "label", "score", "instruction", "language")}
     present = {name: value for name, value in optional.items() if value is not None}
     return {"query": record.query, "positive": list(record.positives), **present}

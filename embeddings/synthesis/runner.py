@@ -188,7 +188,6 @@ class Concurrency:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new measurement."""
         self._num_answers, self._num_tokens, self._start = 0, 0, 0.0
 
     def record(self, answer: Answer, num_retries: int, now: float) -> None:
@@ -247,7 +246,6 @@ class RequestRunner:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the token budget is used up."""
         return self.num_tokens_needed > 0
 
     def run(self, requests: Numbered, total: int, title: str) -> None:
@@ -372,7 +370,6 @@ class RequestRunner:
         return problem
 
     def _check_recent(self) -> None:
-        """Stop the job if most of the last answers are unusable."""
         unusable, number = [reason for reason in self._recent if reason is not None], len(self._recent)
         if number >= FEW_ANSWERS and len(unusable) > self.client.limits.max_unusable * number:
             raise unusable_error(self.client.sampling, f"{len(unusable)} of the last {number}", unusable, self.hint)

@@ -181,7 +181,6 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _text(value: Mapping[str, Any], name: str, prompt: str) -> str:
-    """A text field of an answer, stripped."""
     if name not in value:
         raise RejectedAnswer("missing_field", name)
     if not isinstance(value[name], str):
@@ -196,7 +195,6 @@ def _text(value: Mapping[str, Any], name: str, prompt: str) -> str:
 
 
 def _graded(value: Mapping[str, Any], name: str, prompt: str) -> list[str]:
-    """The four negatives, hardest first."""
     if name not in value:
         raise RejectedAnswer("missing_field", name)
     items = value[name]

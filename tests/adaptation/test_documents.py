@@ -8,8 +8,9 @@ from io import BytesIO
 import pytest
 
 from embeddings.adaptation import documents
-from embeddings.adaptation.documents import FoundFile, LeftOut, Read, check_columns, decode, find_files, read_file
+from embeddings.adaptation.documents import FoundFile, LeftOut, Read, decode, find_files, read_file
 from embeddings.common.errors import InputError, OptionError
+from embeddings.inference.vector_folder import check_columns
 from tests.data.rows import write_jsonl, write_rows
 from tests.helpers.refusals import refused
 

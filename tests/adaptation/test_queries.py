@@ -277,7 +277,6 @@ def test_some_unknown_passages_are_counted_and_only_unknown_ones_refused(rows, p
 def test_what_cannot_be_used_is_refused_before_anything_is_written(passages, tmp_path):
     refused(OptionError, "held_out_share", QuerySettings, held_out_share=1.0)
     refused(OptionError, "per_passage", QuerySettings, per_passage=0)
-    refused(OptionError, "near_duplicates", QuerySettings, near_duplicates=0.2)
     settings = QuerySettings(held_out_share=0)
     refused(OptionError, "there would be no test", make_queries, passages, tmp_path / "out", settings=settings)
     empty = write_rows(tmp_path / "empty.jsonl", [{"text": "no sentence"}, {"text": ""}])

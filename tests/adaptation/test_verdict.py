@@ -389,11 +389,12 @@ def test_the_change_of_a_rank_correlation_is_that_of_spearman():
     assert module._change(np.ones(40), old_N, human_N, row_N) == pytest.approx(-spearman(old_N[row_N], human_N[row_N]))
 
 
-def test_queries_without_judgments_are_ranked_as_those_with(world, verdict, tmp_path):
+def test_queries_without_judgments_are_ranked_as_those_with(world, tmp_path):
+    models, corpus = (str(world / "start"), [str(world / "trained")]), world / "large" / "corpus.jsonl"
+    verdict = compare(*models, [world / "large"], tmp_path / "out")
     test, ranked = verdict.tests[0], verdict.ranked[0]
     texts = dict(zip(test.folder.query_ids, test.folder.queries, strict=True))
-    models, corpus = (str(world / "start"), [str(world / "trained")]), world / "large" / "corpus.jsonl"
-    found = rank_queries(*models, corpus, texts, tmp_path / "out", **OPTIONS)
+    found = rank_queries(*models, corpus, texts, tmp_path / "out")
     assert list(found) == list(ranked)
     for name, row_QK in found.items():
         np.testing.assert_array_equal(row_QK, ranked[name].first_QK)

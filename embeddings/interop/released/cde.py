@@ -155,7 +155,6 @@ def _backbone_config(
 
 
 def _num_heads(config: ReleasedConfig, width: int) -> int:
-    """The number of heads for a hidden size."""
     if width % _HEAD_WIDTH:
         problem = f"has no num_attention_heads, and heads of width {_HEAD_WIDTH} cannot divide a hidden size of {width}"
         raise InputError(str(config.path), problem, "import another checkpoint")

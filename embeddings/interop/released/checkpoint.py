@@ -120,7 +120,7 @@ def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class Published:
-    """The published tensor of one of ours; words in braces are replaced by what they matched in our name.
+    """The published tensor for a tensor of our model; words in braces are replaced by what they matched in our name.
 
     Ours is part number `part` of `parts` equal parts along the first dimension. `stacked` merges our first two.
     """
