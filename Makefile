@@ -6,10 +6,14 @@ BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 DOCS_STAMP = $(VENV)/.installed-docs
-# pip would compile the bytecode on one core; the install target does it on all cores. Modules of UNCOMPILED, of which few or
-# none are imported, are compiled when they are.
+# pip would compile the bytecode on one core, after the rest; the install target does it on all cores, and that of torch while
+# pip looks for the other packages. Modules of UNCOMPILED, of which few or none are imported, are compiled when they are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
-UNCOMPILED = /tests?/|/transformers/models/|/(fontTools|mypy|networkx|openai|pip|pygments|sqlalchemy)/
+# Otherwise pip would install setuptools once more, into an environment of its own, for each build of this package.
+THIS = --no-build-isolation
+FEW_IMPORTED = distutils|f2py|fontTools|mypyc?|networkx|openai|physics|pip|pygments|pytorch_lightning|setuptools|sqlalchemy|torchgen
+UNCOMPILED = /tests?/|/testing/_internal/|/transformers/models/|/($(FEW_IMPORTED))/
+COMPILE = $(BIN)/python -m compileall -qq -x '$(UNCOMPILED)' $(VENV)/lib
 # Number of test processes; each uses one thread. Three keep two cores busy while some tests wait.
 JOBS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -81,12 +85,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e ".[quickstart,cpu,dev]"
-	$(BIN)/python -m compileall -qq -j 0 -x '$(UNCOMPILED)' $(VENV)/lib || true
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt setuptools
+	$(COMPILE) & $(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS) -c constraints.txt -e ".[quickstart,cpu,dev]"
+	$(COMPILE) -j 0 || true
 	touch $(STAMP)
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS) -c constraints.txt -e ".[docs]"
 	touch $(DOCS_STAMP)
 
 clean:

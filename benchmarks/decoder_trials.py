@@ -279,7 +279,9 @@ def compare(
         for name in (*TESTS, SIMILARITY):
             if name == SIMILARITY:
                 gain = spearman_gain(
-                    *(np.stack([each[name] for each in kept]) for kept in (ours, theirs)), held_out.similarity_N
+                    *(np.stack([each[name] for each in kept]) for kept in (ours, theirs)),
+                    held_out.similarity_N,
+                    num_resamples=20 if chosen.tiny else 2000,
                 )
             else:
                 gain = paired_bootstrap(*(np.mean([each[name] for each in kept], axis=0) for kept in (ours, theirs)))
@@ -293,7 +295,7 @@ def compare(
             )
 
 
-def spearman_gain(score_SN: Floats, baseline_SN: Floats, similarity_N: Floats, num_resamples: int = 2000) -> Difference:
+def spearman_gain(score_SN: Floats, baseline_SN: Floats, similarity_N: Floats, num_resamples: int) -> Difference:
     """The difference of the correlations, means over S seeds, and its 95 % interval over resampled pairs of texts."""
 
     def gain(drawn_N: npt.NDArray[np.int64]) -> float:

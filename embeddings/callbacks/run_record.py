@@ -204,7 +204,9 @@ yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.repres
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
     # Not validated again: validation takes longer than the rest of a run's start.
-    plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
+    text = parser.dump(config, skip_none=False, skip_validation=True, format="yaml")
+    # libyaml's loader, if PyYAML has it, is ten times as fast.
+    plain: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return plain
 
 

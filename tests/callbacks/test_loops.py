@@ -223,26 +223,26 @@ def test_a_run_that_is_killed_after_its_last_step_only_ends(hook: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "steps"),
+    "limits",
     [
-        ({"max_epochs": 2, "max_steps": -1}, {"max_epochs": 1, "max_steps": -1}, 8),
-        ({"max_epochs": 2, "max_steps": -1}, {"max_epochs": -1, "max_steps": 5}, 8),
-        ({"max_steps": 6}, {"max_steps": 3}, 6),
-        ({"max_steps": 6}, {"max_steps": 7}, 7),
+        [
+            ({"max_epochs": 2, "max_steps": -1}, 8),
+            ({"max_epochs": 1, "max_steps": -1}, 8),
+            ({"max_epochs": -1, "max_steps": 5}, 8),
+        ],
+        [({"max_steps": 6}, 6), ({"max_steps": 3}, 6), ({"max_steps": 7}, 7)],
     ],
 )
 def test_a_finished_run_trains_only_up_to_a_higher_limit(
-    first: dict[str, Any], then: dict[str, Any], steps: int, tmp_path: Path
+    limits: list[tuple[dict[str, Any], int]], tmp_path: Path
 ) -> None:
     config = preempted_config(tmp_path)
     config["trainer"]["callbacks"] = [component(NOTES, folder=str(tmp_path)), KEEP]
-    config["trainer"] |= first
-    assert main(fit_words(tmp_path, config)) == 0
-    (tmp_path / "final.pt").unlink()
-    config["trainer"] |= then
-    assert main(fit_words(tmp_path, config)) == 0
-    assert (tmp_path / "final.pt").exists()
-    assert (tmp_path / "steps0.txt").read_text().split()[-1] == str(steps)
+    for limit, steps in limits:
+        config["trainer"] |= limit
+        assert main(fit_words(tmp_path, config)) == 0
+        assert (tmp_path / "steps0.txt").read_text().split()[-1] == str(steps)
+        (tmp_path / "final.pt").unlink()
 
 
 def test_a_run_whose_time_is_over_continues_only_if_it_gets_more(tmp_path: Path) -> None:

@@ -10,14 +10,22 @@ import pytest
 import yaml
 
 from benchmarks.growth import write_model
+from embeddings.adaptation import queries
 from embeddings.cli import adapt
 from embeddings.cli.main import main
 from tests.adaptation.world import passage_rows, read_rows, write_rows
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import assert_refused
 
-NUM_DOCUMENTS = 60
+NUM_DOCUMENTS = 36
 NUM_SENTENCES = 3
+
+
+@pytest.fixture(autouse=True)
+def _few_are_enough(monkeypatch):
+    """A third of the passages that a user needs are trained on."""
+    for module in (adapt, queries):
+        monkeypatch.setattr(module, "MIN_PASSAGES", 60)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +276,7 @@ def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     is_better, documents, model, server, capsys, monkeypatch
 ):
     monkeypatch.setattr(adapt, "MAX_STEPS", 1)
-    monkeypatch.setattr(adapt, "MIN_PASSAGES", 50)
+    monkeypatch.setattr(adapt, "MIN_PASSAGES", 20)
     scored = []
 
     def path_scores(path, test, vectors, shares, precision):

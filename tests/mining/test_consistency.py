@@ -54,9 +54,21 @@ def loop_ranks(members, query_ND, vector_of, distance=0):
     return ranks
 
 
-@pytest.mark.parametrize("tile", [1, 3, 1000])
+# Tiles smaller and larger than segments, in one segment and in several; tiles of one are slow.
 @pytest.mark.parametrize(
-    ("segment_size", "distance"), [(2, 0), (13, 0), (25, 0), (NUM_ROWS, 0), (1000, 0), (13, -0.6), (1000, -0.6)]
+    ("segment_size", "distance", "tile"),
+    [
+        (13, -0.6, 1),
+        (1000, 0, 1),
+        (2, 0, 3),
+        (13, 0, 3),
+        (NUM_ROWS, 0, 3),
+        (1000, -0.6, 3),
+        (2, 0, 1000),
+        (13, -0.6, 1000),
+        (25, 0, 1000),
+        (1000, 0, 1000),
+    ],
 )
 def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, distance, tile, tmp_path, monkeypatch):
     monkeypatch.setattr(consistency, "_QUERY_TILE", tile)

@@ -36,7 +36,20 @@ def assert_best(found, queries, documents, top_k):
         np.testing.assert_allclose(documents[row_K] @ query, score_K, atol=3e-7)
 
 
-@pytest.mark.parametrize(("shard_size", "tile", "at_once"), [(1, 7, 3), (9, 1, 1), (9, 7, 3), (64, 64, 7)])
+# Each shape with a dtype that needs candidates, and each dtype with tiles smaller than shards and as large.
+@pytest.mark.parametrize(
+    ("exact", "shard_size", "tile", "at_once"),
+    [
+        (torch.bfloat16, 1, 7, 3),
+        (torch.bfloat16, 9, 7, 3),
+        (torch.bfloat16, 64, 64, 7),
+        (torch.float16, 9, 1, 1),
+        (torch.float16, 64, 64, 7),
+        (torch.float32, 9, 7, 3),
+        (torch.float32, 1, 7, 3),
+    ],
+    indirect=["exact"],
+)
 def test_the_search_equals_a_loop_over_all_pairs(shard_size, tile, at_once, exact, tmp_path, monkeypatch):
     sizes = knn.SearchSizes(True, tile, at_once, max(1, at_once - 1), 5, 0)
     monkeypatch.setattr(knn, "search_sizes", lambda *_: sizes)

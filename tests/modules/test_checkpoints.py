@@ -132,7 +132,7 @@ def test_a_run_whose_accumulation_changes_resumes_to_the_same_bits(tmp_path: Pat
     config = run_config(tmp_path, dropout=0.1)
     changing = component("GradientAccumulationScheduler", scheduling={0: 1, 1: 2, 2: 3})
     config["trainer"] |= {"max_epochs": 3, "max_steps": -1, "callbacks": [changing]}
-    assert differences_after_resuming(tmp_path, config, 8, 11, 22) == {}
+    assert differences_after_resuming(tmp_path, config, 8, 22) == {}
     assert read_checkpoint(tmp_path / "whole.ckpt")["global_step"] == 8 + 4 + 3
 
 

@@ -46,7 +46,6 @@ class CountedStep(L.Callback):
 
 def counted_step(method: str, cached: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CountedStep:
     monkeypatch.setattr(fits, "RATE", 1e-3)
-    fits.write_models(folder)
     make: Any = fits.methods(folder)[method]
     if method == "cde":
         make = partial(CDEModule, *make.args, **make.keywords)
@@ -65,15 +64,22 @@ def counted_step(method: str, cached: bool, folder: Path, monkeypatch: pytest.Mo
     return step
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    fits.write_models(path)
+    return path
+
+
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_a_step_synchronises_with_the_device_only_where_documented(
-    method: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, cached: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cached and method == "language model":
         pytest.skip("GradCache is for contrastive methods")
-    step = counted_step(method, cached, tmp_path, monkeypatch)
+    step = counted_step(method, cached, folder, monkeypatch)
     assert step.device.reads == declared(method, step.forwards)
     assert step.forwards == 1 if method == "language model" else step.forwards >= (10 if cached else 2)
     assert set(step.device.copies) <= {MOVED}

@@ -59,10 +59,13 @@ def test_gradcache_gives_the_gradient_of_the_plain_step(
         torch.testing.assert_close(found.terms[name], expected.terms[name])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("engine", REPLAYED.values(), ids=REPLAYED)
-def test_gradcache_replays_dropout_and_router_noise(engine: dict[str, Any], checkpointing: bool, dropping: str) -> None:
-    module, batch, cache = moe_module(dropping, checkpointing).double(), random_batch(6, 2), GradCache(**engine)
+@pytest.mark.parametrize(
+    ("engine", "checkpointing"),
+    [("one text", False), ("one text", True), ("uneven", False), ("larger than the batch", True), ("half kept", True)],
+)
+def test_gradcache_replays_dropout_and_router_noise(engine: str, checkpointing: bool, dropping: str) -> None:
+    module, batch = moe_module(dropping, checkpointing).double(), random_batch(6, 2)
+    cache = GradCache(**REPLAYED[engine])
     for router in module.modules():
         if isinstance(router, Router):
             router.noise = 0.1

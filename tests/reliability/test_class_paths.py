@@ -86,19 +86,26 @@ def attacked_run(place: Place, option: str, value: Any) -> dict[str, Any]:
     return run
 
 
-@pytest.mark.parametrize("door", [by_python, by_export, by_config, by_plan, by_sweep])
-@pytest.mark.parametrize("name", ATTACKS)
+DOORS = (by_python, by_export, by_config, by_plan, by_sweep)
+# Every attack at every door; the options take turns, so that each is attacked in every way and at every door.
+CASES = [
+    (name, door, OPTIONS[(row + column) % len(OPTIONS)])
+    for row, name in enumerate(ATTACKS)
+    for column, door in enumerate(DOORS)
+]
+
+
+@pytest.mark.parametrize(("name", "door", "option"), CASES)
 def test_a_foreign_class_or_a_function_is_refused_before_it_is_imported(
-    name: str, door: Callable[..., None], place: Place, capsys: pytest.CaptureFixture[str]
+    name: str, door: Callable[..., None], option: str, place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     value, refused = ATTACKS[name]
-    for option in OPTIONS:
-        run = attacked_run(place, option, value)
-        with WATCH.over(place.folder) as seen, pytest.raises(UserError) as caught:
-            door(place, run)
-        assert refused in f"{caught.value}{capsys.readouterr().err}"
-        assert seen == []
-        assert not (place.folder / CANARY).exists()
+    run = attacked_run(place, option, value)
+    with WATCH.over(place.folder) as seen, pytest.raises(UserError) as caught:
+        door(place, run)
+    assert refused in f"{caught.value}{capsys.readouterr().err}"
+    assert seen == []
+    assert not (place.folder / CANARY).exists()
 
 
 def test_a_checkpoint_to_resume_from_does_not_choose_classes(place: Place) -> None:

@@ -21,16 +21,22 @@ _OWN = ("git", "lscpu", "ldconfig", "nvidia-smi")
 
 
 class Watch:
-    """An audit hook. Python cannot remove it, so it is active only inside `over`."""
+    """An audit hook, active only inside `over`.
+
+    Python cannot remove it, and calls it for each of very many events: it is added at its first use.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.seen: list[str] = []
-        sys.addaudithook(self._hook)
+        self._is_added = False
 
     @contextmanager
     def over(self, folder: Path) -> Iterator[list[str]]:
         """A context that records suspicious events; code from this folder is foreign."""
+        if not self._is_added:
+            self._is_added = True
+            sys.addaudithook(self._hook)
         self.folder, self.seen = folder, []
         try:
             yield self.seen

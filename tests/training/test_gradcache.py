@@ -31,7 +31,6 @@ from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 on_stages = pytest.mark.parametrize("stages", [1, 2])
-in_precisions = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def make_step(stages: int, dtype: torch.dtype = torch.float64, dropout: float = 0.0, kind: Any = None) -> Any:
@@ -101,22 +100,32 @@ def lora(backbone: nn.Module, dropout: float = 0.1) -> nn.Module:
     return get_peft_model(backbone, config)
 
 
-@in_precisions
-@on_stages
-@pytest.mark.parametrize("num_negatives", [0, 1, 7])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mini_batch_tokens": 10_000, "mini_batch_texts": 1},
-        {"mini_batch_tokens": 40},
-        {"mini_batch_tokens": 10_000, "mini_batch_texts": 7},
-        {"mini_batch_tokens": 10_000},
-        {"mini_batch_tokens": 40, "kept_fraction": 0.5},
-        {"mini_batch_tokens": 40, "kept_fraction": 1.0},
-        {"mini_batch_tokens": 40, "kept_gib": 2e-4},
-    ],
-    ids=["one text", "uneven", "seven texts", "larger than the batch", "half kept", "all kept", "memory budget"],
-)
+def in_turns(engines: dict[str, dict[str, Any]], values: list[Any]) -> list[Any]:
+    """Each engine's options with one stage and two and each value; the precisions take turns, each with each of these.
+
+    Both precisions everywhere would double the time.
+    """
+    precisions = list(TOLERANCE)
+    return [
+        pytest.param(options, stages, value, precisions[(row + stages + column) % 2], id=f"{name}-{stages}-{value}")
+        for row, (name, options) in enumerate(engines.items())
+        for stages in (1, 2)
+        for column, value in enumerate(values)
+    ]
+
+
+ENGINES = {
+    "one text": {"mini_batch_tokens": 10_000, "mini_batch_texts": 1},
+    "uneven": {"mini_batch_tokens": 40},
+    "seven texts": {"mini_batch_tokens": 10_000, "mini_batch_texts": 7},
+    "larger than the batch": {"mini_batch_tokens": 10_000},
+    "half kept": {"mini_batch_tokens": 40, "kept_fraction": 0.5},
+    "all kept": {"mini_batch_tokens": 40, "kept_fraction": 1.0},
+    "memory budget": {"mini_batch_tokens": 40, "kept_gib": 2e-4},
+}
+
+
+@pytest.mark.parametrize(("options", "stages", "num_negatives", "dtype"), in_turns(ENGINES, [0, 1, 7]))
 def test_gradients_equal_the_plain_step(
     stages: int, dtype: torch.dtype, num_negatives: int, options: dict[str, Any]
 ) -> None:
@@ -137,10 +146,7 @@ REPLAYED = {
 }
 
 
-@in_precisions
-@on_stages
-@pytest.mark.parametrize("num_negatives", [0, 7])
-@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
+@pytest.mark.parametrize(("options", "stages", "num_negatives", "dtype"), in_turns(REPLAYED, [0, 7]))
 def test_dropout_is_replayed(stages: int, dtype: torch.dtype, num_negatives: int, options: dict[str, Any]) -> None:
     """In both stages, and in the context that the second stage reads."""
     step, batch = make_step(stages, dtype, dropout=0.1), make_batch(stages, 6, num_negatives)
@@ -158,10 +164,7 @@ def test_dropout_is_replayed(stages: int, dtype: torch.dtype, num_negatives: int
 
 # peft 0.21 reads a name that transformers 5.23 deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@in_precisions
-@on_stages
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
+@pytest.mark.parametrize(("options", "stages", "dropout", "dtype"), in_turns(REPLAYED, [0.0, 0.1]))
 def test_only_the_adapter_gets_a_gradient_under_lora(
     stages: int, dtype: torch.dtype, dropout: float, options: dict[str, Any]
 ) -> None:

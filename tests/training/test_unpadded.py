@@ -103,8 +103,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("backbone", "pooling", "engine"), [pytest.param(*c[:3], id=f"{c[3]}, {c[2]}") for c in CASES])
+# Every case in float64, and every second one in float32 too.
+@pytest.mark.parametrize(
+    ("backbone", "pooling", "engine", "dtype"),
+    [
+        pytest.param(*case[:3], dtype, id=f"{case[3]}, {case[2]}-{dtype}")
+        for row, case in enumerate(CASES)
+        for dtype in TOLERANCE
+        if dtype == torch.float64 or row % 2 == 0
+    ],
+)
 def test_gradients_equal_those_of_padded_texts(backbone, pooling, engine, dtype):
     assert error(backbone(), ENGINES[engine], dtype, pooling) <= TOLERANCE[dtype]
 
