@@ -15,7 +15,7 @@ from tests.helpers.processes import Command, run_command
 from tests.helpers.runs import write_pairs
 from tests.reliability.world import Place
 
-NUM_TASKS = 3
+NUM_TASKS = 4
 JOBS = {
     "encode": ("encode --model MODEL --input texts.jsonl --precision float32 --shard-size 4", ""),
     "mine": ("mine --model MODEL --input pairs.jsonl --margin null --num-negatives 2 --shard-size 4", "/mined.parquet"),
@@ -31,7 +31,7 @@ def contents(output: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_three_tasks_of_which_one_is_killed_write_what_one_process_writes(name: str, place: Place) -> None:
+def test_four_tasks_of_which_one_is_killed_write_what_one_process_writes(name: str, place: Place) -> None:
     line, file = JOBS[name]
     write_pairs(place.folder / "pairs.jsonl")
     rows = (place.folder / "pairs.jsonl").read_text().replace('"positive"', '"text"')
@@ -48,7 +48,7 @@ def test_three_tasks_of_which_one_is_killed_write_what_one_process_writes(name: 
         while not list(place.folder.glob("shared*/*")) and tasks[1].poll() is None:
             time.sleep(0.01)
         tasks[1].send_signal(signal.SIGKILL)
-        for task in (0, 2):
+        for task in (0, 2, 3):
             assert tasks[task].wait() == 0, (place.folder / f"log-{task}.txt").read_text()
     run_command([*shared, "1"], cwd=place.folder, check=True)
     assert contents(place.folder / "shared") == contents(place.folder / "alone")
@@ -90,7 +90,7 @@ def first_with_answers(output: Path, least: int) -> int | None:
     )
 
 
-def test_three_tasks_of_synthesize_of_which_one_is_killed_write_what_one_process_writes(
+def test_four_tasks_of_synthesize_of_which_one_is_killed_write_what_one_process_writes(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among the answers are damaged ones and repeated queries; no request that is answered is sent again."""
