@@ -456,7 +456,7 @@ def append(row: Row) -> None:
     """Append a row to `growth.csv`."""
     is_new = not RESULTS.exists()
     with RESULTS.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         if is_new:
             writer.writerow([field.name for field in fields(Row)])
         writer.writerow(astuple(row))

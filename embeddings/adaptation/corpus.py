@@ -51,10 +51,19 @@ _USUAL = ("empty", "hidden file", "folder of generated", "binary", "kind of file
 class PassageReport:
     """What became passages and what did not.
 
-    `examples` are the first of `num_examples` files that could not be read although their kind is one that is read.
-    `repeated` are the most frequent paragraphs that many documents repeat, with their number of documents;
-    `num_repeated` counts them without the first occurrences. `tokens` are the least, median and largest number of
-    tokens of a passage.
+    Attributes:
+        output: The file of passages.
+        log: The file that lists everything that was left out.
+        num_files: Files that were found.
+        num_documents: Documents with text.
+        num_passages: Passages that were written.
+        left_out: The number of files, folders and rows that were left out, by cause.
+        examples: The first files that could not be read although their kind is one that is read.
+        num_examples: The number of such files.
+        num_repeated: Occurrences of paragraphs that many documents repeat, without the first.
+        repeated: The most frequent of these paragraphs, with their number of documents.
+        num_copies: Passages that nearly equal an earlier one.
+        tokens: The least, median and largest number of tokens of a passage.
     """
 
     output: Path
@@ -87,8 +96,17 @@ def write_passages(
 
     A line has `_id`, `title`, `text`, `file`, `position` (in the document's text), `document` (the file, or a row's
     id), and `links` to other files as `[[text, file#heading], ...]` if there are any. What is left out is listed in
-    `NAME.log.jsonl`. The same documents give the same bytes. The file appears when it is complete. The arguments are
-    those of the command `passages`.
+    `NAME.log.jsonl`. The same documents give the same bytes. The file appears when it is complete.
+
+    Args:
+        documents: A folder, which is searched for files, or a file.
+        output: The `.jsonl` file to write; one of an earlier run is replaced.
+        splitter: Cuts documents into passages.
+        columns: Column names of `text`, `title` or `_id` of tables, if they differ.
+        near_duplicates: Minimum similarity of near copies, of which the first is retained; None to retain all.
+
+    Returns:
+        PassageReport: What was read, left out and written.
 
     Raises:
         InputError: If there is no text, or `output` is a file that this library did not write.

@@ -48,7 +48,14 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class QueryModel:
-    """A language model that writes queries for training passages, one line a request; see the command `queries`."""
+    """A language model that writes queries for training passages, one line a request.
+
+    Args:
+        endpoint: Base URL of a server with OpenAI's chat protocol, such as `http://localhost:8000/v1`.
+        model: The model's name at the endpoint; None for the only one that it lists.
+        max_requests: Maximum passages that the model is asked about; a random sample of this size.
+        stream: Whether answers come in parts; False for a server that cannot.
+    """
 
     endpoint: str
     model: str | None = None

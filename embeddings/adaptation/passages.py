@@ -45,7 +45,12 @@ class Passage(NamedTuple):
 
 
 class TokenCounter:
-    """Counts tokens as a model sees documents: with its prompt and its special tokens."""
+    """Counts tokens as a model sees documents: with its prompt and its special tokens.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        settings: The model's lengths, prompts and special tokens.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
         self.max_length = settings.document_max_length
@@ -134,8 +139,12 @@ class Splitter:
 
     A passage lies in one section, whose trail of headings is its title; very short neighbouring sections share one.
     A section that is too long is cut into passages of similar length: between paragraphs, else before a sentence
-    (or a line of code or of a list), and inside a sentence only if it alone is too long. `max_tokens` counts title and
-    text with prompt and special tokens; it is at most the model's maximum, by default also at most 256.
+    (or a line of code or of a list), and inside a sentence only if it alone is too long.
+
+    Args:
+        counter: Counts the tokens.
+        max_tokens: Maximum number of tokens of title and text with prompt and special tokens; None for the model's
+            maximum, and at most 256.
     """
 
     def __init__(self, counter: TokenCounter, max_tokens: int | None = None) -> None:

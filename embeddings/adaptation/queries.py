@@ -89,8 +89,12 @@ class QuerySettings:
 class QueriesReport:
     """What was written: see `summary.json`.
 
-    For each kind of query `kinds` has how many were proposed, kept for training or the pseudo test, and rejected by
-    reason. `notes` are lines for the user. `reused`: an earlier run with the same inputs wrote the folder.
+    Attributes:
+        counts: Passages, documents, training pairs of each file and queries of each evaluation folder.
+        kinds: For each kind of query how many were proposed, kept for training or the pseudo test, and rejected by
+            reason.
+        notes: Lines for the user.
+        reused: Whether an earlier run with the same inputs wrote the folder.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -121,11 +125,21 @@ def make_queries(
 ) -> QueriesReport:
     """Write training pairs and evaluation folders for passages; the same inputs and seed give the same bytes.
 
+    With a language model its answers are inputs too. They are saved in `OUTPUT.work`, so no request is sent twice.
+
     Whole documents are held out before anything else. The folder has `pairs.jsonl` (queries that the documents offer by
-    themselves), `pairs-model.jsonl` (queries of the language model), `evaluation/` and `validation/` (real queries of
-    `log` with judgements), `evaluation-pseudo/` (queries of the held-out documents, whose passages there lack the
-    query), `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part without content is absent.
-    The language model's answers, which are inputs too, are saved in `OUTPUT.work`, so no request is sent twice.
+    themselves), `pairs-model.jsonl` (queries of the language model), `evaluation/` and `validation/` (real queries with
+    judgements), `evaluation-pseudo/` (queries of the held-out documents, whose passages there lack the query),
+    `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part without content is absent.
+
+    Args:
+        passages: The file of passages (see `read_passages`).
+        output: The folder to write: new, empty, or written by this function.
+        log: Real queries (see `read_log`).
+        columns: Columns of the log with other names.
+        evaluation: More evaluation texts, which no training query may resemble.
+        settings: What is held out, and how many queries are made.
+        model: A language model that writes more training queries.
     """
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})

@@ -187,7 +187,12 @@ def path_scores(
 ) -> dict[float, float]:
     """nDCG@10 on validation queries of the models at places of a path, by their share of the trained weights.
 
-    The vectors of the start and of the best model stay in the folder `vectors` (see `encode_set`).
+    Args:
+        path: The path.
+        test: The validation queries, with their corpus.
+        vectors: The folder of vectors (see `encode_set`), in which those of the start and of the best model stay.
+        shares: The places.
+        precision: Precision of matrix products.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scores: dict[float, float] = {}

@@ -83,8 +83,13 @@ class General:
 class Recommendation:
     """The recommended variant, why, and what each further step buys over it on the real queries.
 
-    `variant` is the simplest one that is not significantly worse than `best`, the candidate with the highest nDCG@10.
-    `gain` and `steps` are differences in nDCG@10: variant - start (None for the start), later candidates - variant.
+    Attributes:
+        variant: The simplest variant that is not significantly worse than the best one.
+        best: The variant with the highest nDCG@10 among the candidates.
+        num_real_queries: The number of queries that people wrote, over all data sets.
+        gain: nDCG@10 of the recommended variant - start; None for the start.
+        steps: nDCG@10 of each later candidate - the recommended one.
+        reasons: The decision in sentences.
     """
 
     variant: str
@@ -97,10 +102,18 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `compare`: what was compared, and scores by data set and kind of query, all real queries first.
+    """The result of `compare`.
 
-    `rules` fuse the scores of each model with BM25, with the weight that `tuned` chose, if it was. `general` are sets
-    of other domains. `ranked` is what each variant found in each of `tests`.
+    Attributes:
+        models: The directory or Hub id of each model, by its variant.
+        rules: How the scores of each model are fused with BM25.
+        tuned: How the weight of BM25 was chosen for each model, if it was.
+        counts: Documents and queries of each data set.
+        groups: Scores by data set and kind of query, all real queries first.
+        general: Scores on sets of other domains; empty if none were named.
+        recommendation: What to use.
+        tests: The data sets.
+        ranked: What each variant found, for each data set.
     """
 
     models: dict[str, str]
@@ -167,8 +180,21 @@ def compare(
 
     The scores are those of `evaluate` and `evaluate --hybrid`. A query is one that a person wrote, unless its row in
     `queries.jsonl` has another `kind` than `real`. Only real queries decide; those of several folders count together.
-    All folders are read before a model is loaded. The arguments are those of the command `compare`; `weight` is that of
-    BM25, which the queries of `validation` choose for each model if they are given.
+
+    Args:
+        start: The starting model, a directory or Hub id.
+        trained: Models trained from it, the simplest first.
+        data: Retrieval folders, or folders of them.
+        vectors: The folder that keeps the vectors of the documents for a later call.
+        general: Folders of retrieval or similarity data of other domains, on which forgetting is measured.
+        language: Language of the texts for BM25 (see `bm25.tokenizer`).
+        weight: Weight of BM25 in hybrid search by z-scores; None for 0.2.
+        validation: A retrieval folder, by whose queries the weight is chosen for each model.
+        precision: Precision of matrix products.
+        context_size: Number of documents that a contextual model draws as context from each corpus; None for none.
+
+    Raises:
+        InputError: If a folder cannot be read; all are read before a model is loaded.
     """
     rule, tokenize = FusionRule.of(weight=weight), tokenizer(language)
     tests, others = read_test_sets(data), read_general_sets(general)
@@ -205,7 +231,13 @@ def rank_queries(
 ) -> dict[str, Rows]:
     """The rows of the ten first documents of each variant for queries without judgments, such as a log, (Q, 10).
 
-    `queries` are texts by id. See `compare` for the other arguments; `corpus` is a file.
+    Args:
+        start: The starting model, a directory or Hub id.
+        trained: Models trained from it, the simplest first.
+        corpus: The corpus file.
+        queries: Texts by id.
+        vectors: The folder of vectors (see `compare`).
+        language: Language of the texts for BM25.
     """
     test, models = RetrievalSet.unlabelled(corpus, queries), _models(start, trained)
     (encoded,) = _encode_all(models, [test], vectors)
@@ -342,8 +374,11 @@ def recommend(score_of: Mapping[str, Floats], trained: Sequence[str] = (TRAINED,
     """The simplest variant that is not significantly worse than the best, by the real queries.
 
     Significantly worse: the two-sided 95 % interval of the paired bootstrap over the queries lies below 0. Without real
-    queries it is the start; with fewer than 50, the best and the recommended one are not a trained model. `score_of`
-    has nDCG@10 for each real query, (Q,), of the start and other variants.
+    queries it is the start; with fewer than 50, the best and the recommended one are not a trained model.
+
+    Args:
+        score_of: nDCG@10 of each variant for each real query, (Q,) float64 each; the start's is needed.
+        trained: The names of the trained models.
     """
     num_queries, needs = len(score_of[START]), [name for name in variants(trained) if name in score_of]
     models = {*trained, *(f"{label} + {HYBRID}" for label in trained)} & {*needs}

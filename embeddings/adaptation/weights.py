@@ -50,7 +50,12 @@ class WeightPath:
     Weights between the two ends often keep most of the gain on the trained task and lose less on others. LoRA matrices
     need no treatment: an exported directory has merged them.
 
-    `embedder` is the model, at the trained end until `go` is called.
+    Args:
+        start: The model that training started from, a directory or Hub id.
+        trained: The directory of the trained model.
+
+    Attributes:
+        embedder: The model, at the trained end until `go` is called.
 
     Shape/precision: sums in float32; each weight has the wider of its two dtypes. Both models are in memory, and the
         one between them.
@@ -130,8 +135,17 @@ def interpolate_models(
 ) -> None:
     """Write the model directory at one place of the path between two models of one architecture (see `WeightPath`).
 
-    `share` is the place, from 0 (the start) to 1 (the trained model). All settings are the trained model's; its maximum
-    lengths may differ from the start's. `facts` are further rows of the card.
+    All settings are the trained model's; its maximum lengths may differ from the start's.
+
+    Args:
+        start: The model that training started from, a directory or Hub id.
+        trained: The directory of the trained model.
+        output: The directory to write; an existing one is replaced once the new one is complete.
+        share: The place t, from 0 (the start) to 1 (the trained model).
+        facts: Further rows of the card's section on the weights.
+
+    Raises:
+        InputError: If the models are of different kinds.
     """
     require_replaceable(output)
     if not 0 <= share <= 1:
@@ -213,9 +227,17 @@ def write_whitened(
 ) -> Whitening:
     """Write a model directory whose vectors are whitened for a corpus, by a `Dense` layer before `Normalize`.
 
-    `vectors` are the corpus as this model encoded it. The layer has no bias and no activation; a head that the model
-    has is multiplied by the matrix. The widths that the model was trained for are left out: a truncated vector is no
-    longer one of them.
+    The layer has no bias and no activation; a head that the model has is multiplied by the matrix. The widths that the
+    model was trained for are left out: a truncated vector is no longer one of them.
+
+    Args:
+        model: A model directory or Hub id.
+        vectors: The corpus as this model encoded it (`encode_corpus`), at least 512 documents in float32.
+        output: The directory to write; an existing one is replaced once the new one is complete.
+
+    Raises:
+        InputError: If the vectors are another model's, or too few.
+        OptionError: If the model compares vectors by inner products of any length.
     """
     require_replaceable(output)
     folder = vectors if isinstance(vectors, VectorFolder) else VectorFolder.open(vectors)

@@ -64,9 +64,13 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
-    """Draw context documents for a contextual model from a corpus file or an encoded folder, and encode them.
+    """Draw context documents for a contextual model from a corpus, and encode them.
 
-    `size` is their number; None for all slots of the model. A smaller corpus is oversampled evenly.
+    Args:
+        encoder: The model.
+        source: A corpus file (see `read_corpus`), or a folder written by `encode_corpus` with any model.
+        size: Number of context documents; None for all slots of the model.
+        seed: Seed of the draw. A corpus smaller than `size` is oversampled evenly.
     """
     return encode_documents(encoder, draw_documents(source, require_context_size(encoder, size), seed), seed)
 

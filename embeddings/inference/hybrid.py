@@ -45,8 +45,11 @@ class FusionRule:
     `minmax`: the same with (s - min) / (max - min) over the best documents of each list: 100 of them, or twice the
     requested number. A document that a list lacks, or that shares no token with the query, counts 0 there.
 
-    `rrf`: the sum of 1 / (60 + rank) over these lists, without a weight. Else w is `weight`, from 0 (dense scores only)
-    to 1 (BM25 only).
+    `rrf`: the sum of 1 / (60 + rank) over these lists, without a weight.
+
+    Args:
+        fusion: The name of the rule.
+        weight: The weight w of BM25, from 0 (dense scores only) to 1 (BM25 only).
 
     Source: Bruch et al. 2023, arXiv:2210.11934 (convex combinations); Cormack et al. 2009 (reciprocal ranks).
     """
@@ -202,8 +205,11 @@ def index_words(
 ) -> BM25:
     """Build the BM25 index of a folder's documents, in its subfolder `words`; an existing one is replaced.
 
-    `weight` is that of BM25 in searches of the folder that name none; None for 0.2. `index` is one of these texts, if
-    there is one.
+    Args:
+        folder: Output of `encode_corpus`.
+        language: Language of the documents and queries (see `bm25.tokenizer`).
+        weight: Weight of BM25 in searches of the folder that name none; None for 0.2.
+        index: The index of these texts, if there is one.
     """
     FusionRule.of(weight=weight)
     index = BM25(folder.texts(), tokenizer(language)) if index is None else index
@@ -217,8 +223,12 @@ def index_words(
 def open_words(folder: VectorFolder, language: str | None = None) -> BM25:
     """The index that `index_words` wrote for a folder, mapped into memory; its hashes are checked.
 
+    Args:
+        folder: Output of `encode_corpus`.
+        language: The language that the index must have; None for any.
+
     Raises:
-        InputError: If there is no index, or one of other vectors, another language than is given, or other bytes.
+        InputError: If there is no index, or one of other vectors, another language or other bytes.
     """
     path = folder.path / WORDS_FOLDER
     chosen = f" --language {language}" if language is not None else ""

@@ -363,16 +363,24 @@ def encode_corpus(
     """Encode a corpus file into a folder, shard by shard; None while shards of other tasks are missing.
 
     After a kill, the same call resumes at the first missing shard, and writes the same bytes; only another number of
-    threads may change the rounding. A finished folder is not changed. The arguments are those of the command `encode`;
-    `task` are the shards that this process encodes, None for all.
+    threads may change the rounding. A finished folder is not changed.
 
     Args:
-        corpus: A corpus file (see `read_corpus`, also for `columns`).
+        encoder: The model.
+        corpus: A corpus file (see `read_corpus`).
+        output: The folder to write.
         prompt_name: The model's prompt before each document, or a literal one; None for the prompt named like the role.
-        vector_format: Storage format of the vectors (see `stored_rows`).
+        role: The role whose length limit and prompt are used: `query` for a file of queries.
+        columns: Names of the file's columns that differ from the field names (see `read_corpus`).
+        shard_size: Documents per shard: a kill loses at most one shard per device. None for that of the folder; in a
+            new one 1,024 on a CPU or with at least a billion parameters, else 8,192.
+        vector_format: Storage format of the vectors (see `stored_rows`): `int8` needs a quarter of the bytes of
+            float32, `binary` one 32nd, at some loss of quality.
         context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder, and
             a search reads it from there.
         devices: Devices that share the shards, one process each (see `on_devices`).
+        tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
+        task: The shards that this process encodes; None for all.
     """
     folder = Path(output)
     if tokenizer_workers < 0:

@@ -311,8 +311,21 @@ def filter_pairs(
     `reasons.npy` has for each record the number of the rule that removed it, from 1, or 0.
 
     A killed run resumes at the first missing shard, and the tasks of an array share the shards: the bytes are the same.
-    The arguments are those of the command `filter`; only the rules on copies and evaluation texts apply to labelled
-    texts, and the rule of consistency needs an `encoder`.
+
+    Args:
+        config: A source of pairs, or of labelled texts (only the rules on copies and evaluation texts apply to these).
+        output: The file to write.
+        rules: The rules for removing records.
+        decontaminator: The rule on evaluation texts, or None.
+        encoder: The model of the consistency rule, or None for no such rule.
+        vectors: Folder of the source's vectors, to share them with other jobs; None for one in the work folder.
+        encoded: Folders that `encode` wrote with the same model; their vectors are reused.
+        query_prompt_name: Prompt of the queries for consistency (see `encode_pairs`).
+        document_prompt_name: The same for documents.
+        devices: Devices that share the encoding, one process each (see `encode_pairs`).
+        shard_size: Records per shard of the rules without vectors.
+        task: Shards that this process computes; None for all.
+        cache_dir: Folder of converted sources.
     """
     require_shard_size(shard_size)
     is_json_lines(Path(output))

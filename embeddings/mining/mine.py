@@ -259,9 +259,24 @@ def mine_negatives(
     of positives, then negatives. `NAME.manifest.json` has the report; the folder `NAME.parquet.work` may be deleted.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards and the last one writes the
-    file; the bytes are the same except for the rounding of vectors (see `encode_pairs`). None is returned while shards
-    of other tasks are missing. The arguments are those of the command `mine`; of a source of `sts`, pairs with a high
-    score are used in both directions.
+    file; the bytes are the same except for the rounding of vectors (see `encode_pairs`).
+
+    Args:
+        config: A source of `pairs`, or of `sts`: its pairs with a high score, in both directions.
+        output: The file to write.
+        teachers: The models that score the candidates.
+        rules: The rules by which candidates become negatives.
+        search: Search for candidates; None for the exact search on the CPU.
+        levels: How levels are determined (see `choose_levels`); None for negatives without levels.
+        corpus: A file of additional documents (see `index_pairs`), or None for only the source's positives.
+        vectors: Folder of the vectors, to share them with other jobs; None for one in the work folder.
+        devices: Devices that share the encoding (see `encode_pairs`).
+        shard_size: Records and vectors per shard: the most that is lost when the job is killed.
+        task: Shards that this process computes; None for all.
+        cache_dir: Folder of converted sources.
+
+    Returns:
+        The report, or None while shards of other tasks are missing.
     """
     search = search or SearchOptions()
     search.check()

@@ -396,8 +396,14 @@ def synthesize(
     `journal-00000.jsonl`. It then sends the shares of tasks that do not run, and waits for those of tasks that do. The
     files have the bytes of one process that gets the same answers.
 
-    A folder from an earlier run of the same job is resumed, also for more examples if `num_brainstormed` is the same.
-    The tasks of an array have equal shares of the token budget and of the requests per minute.
+    Args:
+        output: A folder that is new, empty, or from an earlier run of the same job, which is resumed. A resumed job may
+            request more examples if `num_brainstormed` is the same.
+        plan: What to generate.
+        templates: The prompts.
+        client: The endpoint, and the limits on its use. The tasks of an array have equal shares of the token budget and
+            of the requests per minute.
+        task: The task of an array; None for one process.
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
         section 4.3, Tables 15 and 16. Differs: the prompts are ours, written to the papers' specification;

@@ -149,6 +149,10 @@ class Templates:
     A template is a text file with placeholders such as `$task`. Placeholders of `brainstorm_CATEGORY.txt` are
     `examples` and `num_tasks`; of `example_CATEGORY.txt` `task`, `language`, and those of the category; of
     `negatives.txt` `query` and `positive`.
+
+    Args:
+        method: The method.
+        options: Options of the prompts; None for the package's templates in English.
     """
 
     def __init__(self, method: Method, options: PromptOptions | None = None) -> None:

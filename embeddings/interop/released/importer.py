@@ -38,8 +38,14 @@ def import_released(
     """Write a published checkpoint as a model directory, atomically, without executing its code.
 
     The directory also gets a model card, and a record of used and unused tensors, the commit, and the numbers that no
-    file contains. If a published card processes the vectors further (see `USAGES`), the model does so too. The
-    arguments are those of the command `import`; see `decoders.adapter_chain` for `base`, `usage_name` for `known_as`.
+    file contains. If a published card processes the vectors further (see `USAGES`), the model does so too.
+
+    Args:
+        source: A directory or Hub id.
+        output: The directory to write; an existing one is replaced when the new one is complete.
+        revision: Commit, tag or branch of a Hub id.
+        base: Base models of an adapter whose files do not name them; see `decoders.adapter_chain`.
+        known_as: The published name of a model whose directory has another name; see `usage_name`.
     """
     if known_as is not None and known_as not in USAGES:
         raise OptionError("known_as", known_as, f"must be one of {', '.join(USAGES)}", "leave it out for other models")
