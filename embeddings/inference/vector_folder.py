@@ -107,9 +107,8 @@ def _corpus_rows(
 
 def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
     """The columns by field; an `OptionError` for an unknown field."""
-    for name in columns or ():
-        if name not in COLUMNS:
-            raise OptionError("columns", name, "must map _id, title or text to a column", "write {text: COLUMN}")
+    if unknown := next((name for name in columns or () if name not in COLUMNS), None):
+        raise OptionError("columns", unknown, "must map _id, title or text to a column", "write {text: COLUMN}")
     return dict(columns or {})
 
 
@@ -371,13 +370,11 @@ def encode_corpus(
         output: The folder to write.
         prompt_name: The model's prompt before each document, or a literal one; None for the prompt named like the role.
         role: The role whose length limit and prompt are used: `query` for a file of queries.
-        columns: Names of the file's columns that differ from the field names (see `read_corpus`).
-        shard_size: Documents per shard: a kill loses at most one shard per device. None for that of the folder; in a
-            new one 1,024 on a CPU or with at least a billion parameters, else 8,192.
-        vector_format: Storage format of the vectors (see `stored_rows`): `int8` needs a quarter of the bytes of
-            float32, `binary` one 32nd, at some loss of quality.
-        context: Context for the documents of a contextual model (see `choose_context`). It is stored in the folder, and
-            a search reads it from there.
+        columns: Column names that differ from the field names.
+        shard_size: Documents per shard, of which a kill loses one per device. None for that of the folder; in a new one
+            1,024 on a CPU or with at least a billion parameters, else 8,192.
+        vector_format: Storage format of the vectors (see `stored_rows`).
+        context: Context for a contextual model (see `choose_context`), stored in the folder, where a search reads it.
         devices: Devices that share the shards, one process each (see `on_devices`).
         tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
         task: The shards that this process encodes; None for all.
