@@ -104,13 +104,17 @@ def printed(folder: Path, interval: float, lines: list[str], clock: str = "proce
     return found
 
 
+def check_gaps(lines: list[Line], longest: float) -> None:
+    silence, after = max((after.time - before.time, before.text) for before, after in pairwise(lines))
+    assert silence <= longest, f"{silence} s after {after!r}"
+
+
 def check(lines: list[Line], interval: float, slack: float, times_left: bool) -> dict[str, int]:
     """Check the gaps between lines, and with `times_left` these; returns how many bars' states were read, by title.
 
     A bar of few intervals is not compared. A line may be two intervals off besides, because caches are shared too.
     """
-    silence, after = max((after.time - before.time, before.text) for before, after in pairwise(lines))
-    assert silence <= interval + slack, f"{silence} s after {after!r}"
+    check_gaps(lines, interval + slack)
     bars: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for line in lines:
         if found := _LINE.match(line.text):
@@ -195,16 +199,14 @@ def test_no_long_command_is_silent_and_no_bar_starts_anew(tmp_path):
 
 def test_a_command_that_waits_for_a_server_is_not_silent(tmp_path):
     def slow(prompt: str, seed: int, count: int) -> Reply:
-        return Reply(written(prompt, seed), seconds=2.0)
+        return Reply(written(prompt, seed), seconds=4.0)
 
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"query": "how high is it", "positive": "It is a mile high."}))
     with chat_server(slow) as server:
-        line = (
-            f"synthesize --endpoint {server.endpoint} --model m --output made --num-examples 2 --num-brainstormed 1 "
-            "--concurrency 1"
-        )
+        line = f"synthesize --endpoint {server.endpoint} --model m --output made --regenerate-negatives pairs.jsonl"
         (lines,) = printed(tmp_path, 0.2, [line], clock="time").values()
     assert lines[-1].time - lines[0].time > 4, lines
-    check(lines, 0.2, slack=1.5, times_left=False)
+    check_gaps(lines, 2.0)
 
 
 @pytest.mark.slow
