@@ -1,4 +1,4 @@
-"""Measurements of G1 to G13, in groups that share a model; `benchmarks.gpu` runs them.
+"""Measurements of G1 to G16, in groups that share a model; `benchmarks.gpu` runs them.
 
 Our side is the library's own code: embedder, poolings, GradCache, losses, experts, search, k-means and checkpoints.
 Where a peer should compute the same, equal results are asserted before anything is timed. G3, G4 and G11 have compiled
@@ -21,6 +21,7 @@ from transformers import BertConfig, BertModel, MistralConfig, MistralModel, Pre
 from transformers.models.nomic_bert import NomicBertConfig, NomicBertModel
 
 from benchmarks.gpu import CLAIMS, GIB, Bench, offers
+from benchmarks.gpu_whole import fit, peers
 from benchmarks.workloads import MeanPoolingStep, synthetic_batch
 from embeddings.callbacks import DurableCheckpointIO
 from embeddings.common import ContrastiveBatch, LossOutput, PaddedTokens, Representations, TokenBatch
@@ -526,12 +527,14 @@ def zero(bench: Bench) -> None:
 
 
 GROUPS = {
-    "loss": Group(("G5",), 35, loss),
-    "experts": Group(("G3",), 60, experts),
-    "encoder": Group(("G4", "G6", "G11"), 100, encoder),
-    "decoder": Group(("G1", "G2", "G7", "G8"), 140, decoder),
-    "zero": Group(("G13",), 35, zero),
-    "checkpoint": Group(("G12",), 70, checkpoint),
-    "search": Group(("G10",), 80, search),
+    "loss": Group(("G5",), 45, loss),
+    "experts": Group(("G3",), 80, experts),
+    "encoder": Group(("G4", "G6", "G11"), 105, encoder),
+    "fit": Group(("G14",), 140, fit),
+    "peers": Group(("G15", "G16"), 100, peers),
+    "decoder": Group(("G1", "G2", "G7", "G8"), 110, decoder),
     "kmeans": Group(("G9",), 80, kmeans),
+    "search": Group(("G10",), 80, search),
+    "checkpoint": Group(("G12",), 60, checkpoint),
+    "zero": Group(("G13",), 35, zero),
 }

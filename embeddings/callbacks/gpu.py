@@ -2,7 +2,9 @@
 
 import math
 import os
+import time
 from contextlib import suppress
+from statistics import median
 from typing import Any
 
 import lightning as L
@@ -20,12 +22,17 @@ from embeddings.training.strategy import training_strategy
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Segments that grow do not fragment when mini-batches change their size.
 _ALLOCATOR = "expandable_segments:True"
+# Batches whose waits are measured, after those in which the loader and the compiler start.
+_FIRST_BATCHES, _MEASURED_BATCHES = 10, 30
+# Share of the time from which waiting for batches is reported.
+_MUCH_WAITING = 0.3
 
 
 class GPUTraining(L.Callback):
     """On a CUDA GPU, lets memory segments grow, allows TF32 under mixed precision, and compiles layers in long runs.
 
     `run.json` gets the settings as `gpu`. On another device nothing changes. `fit` and `embeddings.Trainer` add it.
+    If training waits for batches for over 30 % of the time, one line says so and names `data.num_workers`.
 
     Under mixed precision the products that autocast leaves in float32, such as a router's, round their inputs to TF32,
     which has more digits than bfloat16. Under `32-true` they do not. After the run the process has its own setting.
@@ -34,6 +41,9 @@ class GPUTraining(L.Callback):
     def __init__(self) -> None:
         self.settings: dict[str, str] = {}
         self._precision_before: str | None = None
+        # Seconds of waiting and of all, for each batch; None if nothing is to be measured.
+        self._waits: list[tuple[float, float]] | None = None
+        self._ended = math.nan
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or trainer.strategy.root_device.type != "cuda":
@@ -42,6 +52,7 @@ class GPUTraining(L.Callback):
         if str(trainer.precision).endswith("-mixed") and before == "highest":
             self._precision_before = before
             torch.set_float32_matmul_precision("high")
+        self._waits, self._ended = [], math.nan
         self.settings = {"allocator": set_allocator(), "float32_products": torch.get_float32_matmul_precision()}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -59,8 +70,17 @@ class GPUTraining(L.Callback):
                 logger.info(line, ignored)
                 self.settings["attention_dropout"] = "0"
 
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Measure how long training waited for the batch."""
+        self._waited = time.perf_counter() - self._ended
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Report and record once, after the first batch, when the compiler has run."""
+        """Report and record the settings after the first batch, when the compiler has run, and waiting later."""
+        if self._waits is not None:
+            before, self._ended = self._ended, time.perf_counter()
+            self._waits.append((self._waited, self._ended - before))
+            if len(self._waits) == _FIRST_BATCHES + _MEASURED_BATCHES:
+                self._report_waiting(trainer)
         if not self.settings:
             return
         settings, self.settings = self.settings, {}
@@ -71,6 +91,15 @@ class GPUTraining(L.Callback):
         record = RunRecord.of(trainer)
         if record is not None:
             record.add("gpu", settings)
+
+    def _report_waiting(self, trainer: L.Trainer) -> None:
+        assert self._waits is not None
+        # Medians, because other callbacks take much time after some batches.
+        waited, total = (median(each) for each in zip(*self._waits[_FIRST_BATCHES:], strict=True))
+        self._waits = None
+        if waited >= _MUCH_WAITING * total and trainer.is_global_zero:
+            line = "training waits for batches for %.0f%% of the time; raise data.num_workers"
+            logger.warning(line, 100 * waited / total)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._restore()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from embeddings.common import PaddedTokens
@@ -321,11 +321,13 @@ class _NoModuleTracker(nullcontext[None]):
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    """Two products for each of the query's heads. They may share keys, which torch's formula refuses before 2.13."""
+    return int(2 * math.prod(query[:3]) * key[2] * (query[3] + value[3]))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+    """The scores again, and the gradients of weights, values, queries and keys."""
+    return int(2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3]))
 
 
 def _grouped(first: Any, second: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -334,9 +336,10 @@ def _grouped(first: Any, second: Any, *_: Any, out_shape: Any = None, **__: Any)
 
 
 _ATEN = torch.ops.aten
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _KERNELS: dict[Any, Any] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **{getattr(_ATEN, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTION},
+    **{getattr(_ATEN, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _ATTENTION},
     _ATEN._grouped_mm: _grouped,
 }
 

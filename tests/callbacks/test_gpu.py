@@ -109,3 +109,19 @@ def test_the_settings_are_in_the_record_and_on_a_cpu_nothing_is(tmp_path, monkey
     callback.settings = {"allocator": "a"}
     callback.on_train_batch_end(cli.trainer, cli.model)
     assert json.loads(path.read_text())["gpu"] == {"allocator": "a"}
+
+
+@pytest.mark.parametrize(("wait", "device", "says"), [(0.5, "cuda", True), (0.2, "cuda", False), (0.5, "cpu", False)])
+def test_a_run_on_a_gpu_says_once_that_it_waits_for_batches(wait, device, says, monkeypatch, caplog):
+    """The share is of the steps after the first ten; a checkpoint after one of them does not count."""
+    callback, trainer, now = GPUTraining(), trainer_of(device), [0.0]
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now[0])
+    callback.setup(trainer, None, "fit")
+    callback.settings = {}
+    for step in range(100):
+        now[0] += 30 if step in (0, 20) else 1 - wait if step < 10 else wait
+        callback.on_train_batch_start(trainer, None)
+        now[0] += wait if step < 10 else 1 - wait
+        callback.on_train_batch_end(trainer, None)
+    expected = "training waits for batches for 50% of the time; raise data.num_workers"
+    assert caplog.messages == [expected] * says

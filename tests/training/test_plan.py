@@ -24,6 +24,7 @@ from embeddings.modules.cde import ContextSettings
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from embeddings.training.plan import (
+    _KERNELS,
     Cost,
     Linear,
     LossSize,
@@ -253,6 +254,22 @@ def test_checkpointed_layers_keep_only_their_inputs_and_are_recomputed(name: str
     assert kept[1] < 0.7 * kept[0]
     assert plans[1].memory["activations"] < 0.75 * plans[0].memory["activations"]
     assert sum(text.cost.graph.of(text.count) for text in texts) == pytest.approx(kept[1], rel=0.1)
+
+
+def test_attention_with_shared_keys_counts_as_many_operations_as_with_a_copy_for_each_head() -> None:
+    """By every kernel of torch; its own formula refuses shared keys before 2.13."""
+    query_NALE, key_NGLE = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2))
+    copied_NALE = key_NGLE.detach().repeat_interleave(2, dim=1).requires_grad_()
+    counts = []
+    for keys, shares in ((key_NGLE, True), (copied_NALE, False)):
+        with counted() as counter:
+            attend = torch.nn.functional.scaled_dot_product_attention
+            attend(query_NALE, keys, keys, enable_gqa=shares).sum().backward()
+        counts.append(counter.get_total_flops())
+    products = 2 * 2 * 4 * 5 * 5 * 8
+    assert counts == [2 * products + 5 * products] * 2
+    kernels = {str(kernel) for kernel in _KERNELS}
+    assert {f"aten._scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")} <= kernels
 
 
 def test_each_strategy_shards_what_it_should() -> None:
