@@ -29,7 +29,7 @@ from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, cpu_flags
-from embeddings.models.compilation import COMPILED_ROWS, compile_if_possible, is_compiled
+from embeddings.models.compilation import COMPILED_TEXTS, compile_if_possible, is_compiled
 from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
@@ -212,9 +212,9 @@ class Encoder:
         return other
 
     def compile_for(self, num_texts: int) -> None:
-        """Compile the model's layers if that pays for a command of this many texts: 200,000 on a CUDA GPU."""
+        """Compile the model's layers if that pays for a command of this many texts: three million on a CUDA GPU."""
         backbone = self.embedder.backbone
-        if self.device.type == "cuda" and num_texts >= COMPILED_ROWS and not is_compiled(backbone):
+        if self.device.type == "cuda" and num_texts >= COMPILED_TEXTS and not is_compiled(backbone):
             compile_if_possible(backbone)
 
     @classmethod
