@@ -15,12 +15,9 @@ from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import write_json
 from embeddings.common.process import trim_malloc, tune_malloc
 from embeddings.common.text import format_table
-from embeddings.data import SourceConfig
 from embeddings.data.docstrings import prepare_docstring_test, prepare_docstrings
-from embeddings.data.store import open_cached
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics, score_retrieval
 from embeddings.inference import BM25, Encoder, search_top_k
-from embeddings.mining import Bm25Features, ClusterSettings, cluster_pairs
 from embeddings.models import Embedder
 
 Folders = dict[str, RetrievalFolder]
@@ -28,10 +25,7 @@ Vectors = npt.NDArray[np.float32]
 
 CONFIG = "lightning_configs/quickstart.yaml"
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
-# In the corpus folder, so that rebuilding the corpus deletes them.
-CLUSTERS = CORPUS / "clusters"
-CLUSTERING = ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1)
-NUM_PHASES = 6
+NUM_PHASES = 5
 SPLITS = ("in_domain", "held_out")
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 EXAMPLES = (
@@ -44,31 +38,24 @@ EXAMPLES = (
 def quickstart() -> None:
     """Build the docstring corpus, train on it, and compare scores before and after.
 
-    A finished corpus in `data/docstrings` and its clusters are reused. The result is the model directory
-    `checkpoints/quickstart`, with `curves.png` and `metrics.json`. The training config is
-    lightning_configs/quickstart.yaml, which has the same paths.
+    A finished corpus in `data/docstrings` is reused. The result is the model directory `checkpoints/quickstart`, with
+    `curves.png` and `metrics.json`. The training config is lightning_configs/quickstart.yaml, which has the same paths.
     """
     from embeddings.cli.fit import run_trainer
 
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
         prepare_docstrings(CORPUS)
-    with phase(2, "clusters of pairs with similar words, one for each batch", seconds, "clusters"):
-        source = open_cached(SourceConfig("docstrings", str(CORPUS / "train.jsonl.gz")))
-        clusters = cluster_pairs(Bm25Features(source), source, CLUSTERS, CLUSTERING)
-        assert clusters is not None
-        print(f"  {clusters.num_clusters} clusters of {clusters.num_rows} pairs in {CLUSTERS}")
-
     data = {split: read_retrieval_folder(CORPUS / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
-    with phase(3, "scores before training: BM25, and the pretrained model", seconds, "before"):
+    with phase(2, "scores before training: BM25, and the pretrained model", seconds, "before"):
         results["bm25"] = score_bm25(data)
         results["before"], _ = score_model("all-MiniLM-L6-v2", data)
-    with phase(4, "training", seconds, "train"):
+    with phase(3, "training", seconds, "train"):
         run = run_trainer(["fit", "--config", CONFIG]).trainer.log_dir
-    with phase(5, "scores after training", seconds, "after"):
+    with phase(4, "scores after training", seconds, "after"):
         results["after"], document_ND = score_model(str(OUTPUT), data)
-    with phase(6, "three searches over the held-out packages", seconds, "search"):
+    with phase(5, "three searches over the held-out packages", seconds, "search"):
         show_searches(data["held_out"], document_ND)
     total = sum(seconds.values())
     results["seconds"] = {name: round(value, 1) for name, value in {**seconds, "total": total}.items()}

@@ -12,9 +12,8 @@ import yaml
 
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.cli.quickstart import CLUSTERING, CLUSTERS, SPLITS, score_table
+from embeddings.cli.quickstart import SPLITS, score_table
 from embeddings.data.public import PublicTable
-from embeddings.mining import ClusterSettings
 from tests.data.killed_runs import LIGHTNING_WARNINGS
 from tests.data.public.mirror import answer, question, rows_of, write_data_set, write_mirror
 from tests.helpers.refusals import assert_refused
@@ -259,19 +258,6 @@ def test_the_score_table_has_a_row_for_each_system_and_both_splits():
     assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
 
-
-def test_documented_cluster_commands_have_the_settings_of_quickstart():
-    numbers = r"--output (\S+)[\s\\#]+--cluster-size (\d+) --num-iterations (\d+) --num-runs (\d+)"
-    configs = [f"lightning_configs/{name}.yaml" for name in ("quickstart", "sweeps/pooling")]
-    for path in (*configs, "docs/methods/nv-embed.md"):
-        output, size, iterations, runs = re.search(numbers, (ROOT / path).read_text("utf-8")).groups()
-        assert output == str(CLUSTERS), path
-        made = ClusterSettings(cluster_size=int(size), num_iterations=int(iterations), num_runs=int(runs))
-        assert made == CLUSTERING, path
-    book = (ROOT / "examples" / "quickstart.ipynb").read_text("utf-8")
-    (words,) = re.findall(r"ClusterSettings\((.+?)\)", book)
-    assert words == "cluster_size=32, num_iterations=10, num_runs=1"
-    assert ClusterSettings(cluster_size=32, num_iterations=10, num_runs=1) == CLUSTERING
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path, capsys):

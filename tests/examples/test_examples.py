@@ -217,7 +217,6 @@ def test_the_notebook_does_what_the_quickstart_does(
         "num_latents=64, num_heads=4, head_dim=96": "num_latents=4, num_heads=2, head_dim=8",
         "warmup_steps=4": "warmup_steps=1",
         "batch_size=32": "batch_size=4",
-        "cluster_size=32": "cluster_size=4",
         "max_length=128": "max_length=32",
     }
     text = "\n\n# %%\n".join(cells)
