@@ -259,7 +259,6 @@ def test_the_score_table_has_a_row_for_each_system_and_both_splits():
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
 
 
-
 def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     line = ["prepare", "docstrings", "--output", str(tmp_path)]
