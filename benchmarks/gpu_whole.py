@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, BertModel
 
 from benchmarks.gpu import Bench
-from benchmarks.workloads import pair_batch
+from benchmarks.workloads import assert_equal_gradients, gradients, pair_batch
 from embeddings import BackboneConfig, EmbeddingDataModule, Encoder, NVEmbedModule, Schedule, SourceConfig, TextSettings
 from embeddings.callbacks import GradCacheCallback
 from embeddings.callbacks.progress import flops, work_of
@@ -229,12 +229,18 @@ def _training(bench: Bench, folder: str, peer: Any) -> None:
     sides = [
         texts(pairs, *lengths, seed) for seed, lengths in enumerate(bench.pick(((4, 8),) * 2, ((8, 32), (64, 254))))
     ]
-    ours = Encoder.from_pretrained(folder, device=bench.device, precision="float32").embedder.train()
+    ours = Encoder.from_pretrained(folder, device=bench.device, precision="float32").embedder.eval()
     ids = [ours.tokenizer(side)["input_ids"] for side in sides]
     batch = pair_batch(*ids, *(torch.tensor([text_hash(text) for text in side]) for side in sides)).to(bench.device)
     step, engine = EmbedderStep(ours), GradCache(mini_batch_tokens=bench.pick(64, 32_768), kept_gib=bench.pick(0, 8))
     padded = [tokens.padded() for tokens in (batch.query, batch.candidate)]
     features = [{"input_ids": side.input_ids_NL, "attention_mask": side.attention_mask_NL.long()} for side in padded]
+    loss_of = partial(CachedMultipleNegativesRankingLoss, peer, scale=20.0)
+    engine.step(step, batch)
+    peer.eval()
+    loss_of(mini_batch_size=128)([dict(each) for each in features], None).backward()
+    assert_equal_gradients(gradients(step), gradients(peer), bench.pick(2e-2, 1e-3))
+    ours.train()
     peer.train()
 
     def cached() -> None:
@@ -248,7 +254,7 @@ def _training(bench: Bench, folder: str, peer: Any) -> None:
         value.backward()
         peer.zero_grad()
 
-    runs = {at: partial(of_peer, CachedMultipleNegativesRankingLoss(peer, scale=20.0, **setting))
+    runs = {at: partial(of_peer, loss_of(**setting))
             for at, setting in enumerate(PEER_SETTINGS[:1] if bench.tiny else PEER_SETTINGS)}  # fmt: skip
     best = _fastest(bench, runs)
     tokens = batch.query.num_tokens + batch.candidate.num_tokens
