@@ -1,6 +1,5 @@
 """Searches by inverted lists (IVF): a query is compared with the documents of the lists nearest to it."""
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from embeddings.common.io import (
     fsync_path,
     write_file_manifest,
 )
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
 from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.random import derive_seed
 from embeddings.inference.encoder import unit_rows
@@ -47,13 +46,17 @@ ITERATIONS = 10
 PROBES, GROUPED_PROBES = 32, 48
 # More lists than this are grouped: trained group by group, and found among the centroids of the nearest groups.
 UNGROUPED_LISTS = 4096
-PER_GROUP, GROUP_PROBES = 256, 32
+LISTS_PER_GROUP, GROUP_PROBES = 128, 32
+# Vectors of the first k-means for each group.
+SAMPLE_PER_GROUP = 256
 # Vectors of a file of lists, which are in memory while it is written.
 PART_BYTES = 512 << 20
 # faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
-# On a CPU, threads score blocks of queries, which share the product with a list.
-_BLOCK_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 2048, 1 << 25, 8
+# On a CPU, queries of a block for each list, which share its product, and scores of a block, 256 MiB, at most.
+_LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 26, 8
+# Queries whose best documents a thread chooses at a time.
+_CHOSEN_TOGETHER = 1024
 GPU_MAX_DOCUMENTS = 2048
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -66,7 +69,7 @@ class IvfSearch:
     Args:
         documents: Unit vectors.
         centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
-        parts: Memory-mapped lists of all documents, or of parts of them.
+        parts: Memory-mapped lists; each list is in one part.
         num_probes: Lists searched per query.
         gpu: Whether faiss runs on the first GPU.
     """
@@ -77,7 +80,7 @@ class IvfSearch:
         self.documents, self.centroid_CD, self.num_probes, self.gpu = documents, centroid_CD, num_probes, gpu
         self._parts, self._faiss = parts, load_faiss(gpu)
         self._nearest = NearestLists(centroid_CD)
-        self._lists = [] if gpu else [_Lists(part) for part in parts]
+        self._lists = None if gpu else _Lists(parts)
         self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
@@ -86,33 +89,16 @@ class IvfSearch:
         if self.gpu and top_k > GPU_MAX_DOCUMENTS:
             raise OptionError("top_k", top_k, f"must be <= {GPU_MAX_DOCUMENTS} on a GPU", "lower it, or use the CPU")
         score_QP, list_QP = self._nearest.search(query_QD, self.num_probes)
-        if not self.gpu:
-            return self._search_lists(query_QD, list_QP, top_k)
+        if self._lists is not None:
+            return self._lists.search(query_QD, list_QP, top_k)
         best = BestDocuments(len(query_QD), top_k, QUERY_CHUNK)
-        for part in progress_bar(None, "search", "part", iterable=self._parts):
+        for part in progress_bar(None, "search", "part", iterable=[part for part in self._parts if part.ntotal]):
             index = self._faiss.index_cpu_to_gpu(self._resources, 0, part)
             index.nprobe, count = self.num_probes, min(top_k, part.ntotal)
             for number, chunk in enumerate(progress_bar(None, "search", "block", iterable=best.chunks)):
                 found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
                 best.add(number, *_found(*found))
         return best.result()
-
-    def _search_lists(self, query_QD: Floats, list_QP: Rows, top_k: int) -> TopK:
-        """The documents in the lists of each query, by threads over blocks of queries with lists in common."""
-        order_Q = np.argsort(list_QP[:, 0], kind="stable")
-        query_QD, list_QP = query_QD[order_Q], list_QP[order_Q]
-        documents_searched = self.num_probes * max(part.ntotal for part in self._parts) // len(self.centroid_CD)
-        block = min(_BLOCK_QUERIES, max(64, _BLOCK_SCORES // max(1, documents_searched)))
-        best = BestDocuments(len(query_QD), top_k, block)
-        with ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS)) as pool:
-            for lists in progress_bar(None, "search", "part", iterable=self._lists):
-                searched = pool.map(
-                    lambda chunk, lists=lists: lists.best(query_QD[chunk], list_QP[chunk], top_k), best.chunks
-                )
-                for number, found in enumerate(searched):
-                    best.add(number, *found)
-        found, place_Q = best.result(), np.argsort(order_Q)
-        return TopK(found.score_QK[place_Q], found.index_QK[place_Q])
 
 
 class NearestLists:
@@ -122,46 +108,71 @@ class NearestLists:
         faiss, (num_lists, width) = load_faiss(), centroid_CD.shape
         self.all = faiss.IndexFlatIP(width)
         self.all.add(centroid_CD)
-        self._grouped: Any = None
+        self._grouped: _Lists | None = None
         if num_lists > UNGROUPED_LISTS:
-            groups = faiss.IndexFlatIP(width)
-            groups.add(kmeans_run(centroid_CD, math.isqrt(num_lists), num_iterations=ITERATIONS).centroids)
-            self._grouped = new_lists(groups, groups.ntotal)
-            self._grouped.add(centroid_CD)
-            self._grouped.nprobe = GROUP_PROBES
+            self._groups = faiss.IndexFlatIP(width)
+            number = num_lists // LISTS_PER_GROUP
+            self._groups.add(kmeans_run(centroid_CD, number, num_iterations=ITERATIONS).centroids)
+            members = new_lists(self._groups, number)
+            members.add(centroid_CD)
+            self._grouped = _Lists([members])
 
     def search(self, vector_ND: Floats, number: int) -> tuple[Floats, Rows]:
         """Scores and numbers of the nearest lists of each vector, (N, `number`), nearest first."""
         if self._grouped is None:
             score_NP, list_NP = self.all.search(vector_ND, number)
             return score_NP, list_NP
-        score_NP, list_NP = self._grouped.search(vector_ND, number)
+        group_NP = self._groups.search(vector_ND, min(GROUP_PROBES, self._groups.ntotal))[1]
+        found = self._grouped.search(vector_ND, group_NP, number)
         # The nearest groups may have fewer lists.
+        missing = ((0, 0), (0, number - found.index_QK.shape[1]))
+        score_NP, list_NP = np.pad(found.score_QK, missing), np.pad(found.index_QK, missing, constant_values=-1)
         if len(few := np.flatnonzero((list_NP < 0).any(axis=1))):
             score_NP[few], list_NP[few] = self.all.search(vector_ND[few], number)
         return score_NP, list_NP
 
 
 class _Lists:
-    """The documents of a part's inverted lists, as views of its memory-mapped file.
+    """The vectors of inverted lists, as views of their memory; each list is in one part.
 
     faiss reads every list again for each query; here all queries of a block share one product with a list.
     """
 
-    def __init__(self, part: Any) -> None:
-        lists, swig_view = part.invlists, load_faiss().rev_swig_ptr
-        # The views are valid while the part exists.
-        self._part = part
-        self._size_C = np.array([lists.list_size(number) for number in range(part.nlist)])
+    def __init__(self, parts: Sequence[Any]) -> None:
+        swig_view, width = load_faiss().rev_swig_ptr, parts[0].d
+        # The views are valid while the parts exist.
+        self._parts = parts
+        self._size_C = np.zeros(parts[0].nlist, np.int64)
+        self._vectors: dict[int, torch.Tensor] = {}
+        rows: dict[int, Rows] = {}
+        for part in parts:
+            lists = part.invlists
+            for number in range(part.nlist):
+                if size := lists.list_size(number):
+                    codes = swig_view(lists.get_codes(number), 4 * width * size)
+                    rows[number] = swig_view(lists.get_ids(number), size)
+                    self._vectors[number] = torch.from_numpy(codes.view(np.float32).reshape(-1, width))
+                    self._size_C[number] = size
         self._start_C = np.cumsum(self._size_C) - self._size_C
-        used = [(number, size) for number, size in enumerate(self._size_C.tolist()) if size]
-        self._row_N: Rows = np.concatenate([swig_view(lists.get_ids(number), size) for number, size in used])
-        bytes_of = {number: swig_view(lists.get_codes(number), 4 * part.d * size) for number, size in used}
-        self._vectors = {
-            number: torch.from_numpy(codes.view(np.float32).reshape(-1, part.d)) for number, codes in bytes_of.items()
-        }
+        self._row_N: Rows = np.concatenate([rows[number] for number in sorted(rows)])
 
-    def best(self, query_QD: Floats, list_QP: Rows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def search(self, query_QD: Floats, list_QP: Rows, top_k: int) -> TopK:
+        """The best documents of each query in its lists, by blocks of queries with lists in common."""
+        order_Q = np.argsort(list_QP[:, 0], kind="stable")
+        query_QD, list_QP = query_QD[order_Q], list_QP[order_Q]
+        num_lists, num_probes = len(self._size_C), list_QP.shape[1]
+        documents_searched = max(1, num_probes * len(self._row_N) // num_lists)
+        block = min(_LIST_QUERIES * num_lists // num_probes, _BLOCK_SCORES // documents_searched)
+        best = BestDocuments(len(query_QD), top_k, max(_LIST_QUERIES, block))
+        with ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS)) as pool:
+            for number, chunk in enumerate(progress_bar(None, "search", "block", iterable=best.chunks)):
+                best.add(number, *self._best(query_QD[chunk], list_QP[chunk], top_k, pool))
+        found, place_Q = best.result(), np.argsort(order_Q)
+        return TopK(found.score_QK[place_Q], found.index_QK[place_Q])
+
+    def _best(
+        self, query_QD: Floats, list_QP: Rows, top_k: int, pool: ThreadPoolExecutor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and rows of each query's best documents in its lists, (Q, K); the score of missing ones is -inf."""
         num_queries, num_probes = list_QP.shape
         end_QP = self._size_C[list_QP].cumsum(axis=1)
@@ -173,26 +184,39 @@ class _Lists:
         query_n, list_n = order_n // num_probes, list_QP.ravel()[order_n]
         place_n, query_nD = query_n * num_scores + start_QP.ravel()[order_n], torch.from_numpy(query_QD[query_n])
         bounds = [*np.flatnonzero(np.diff(list_n, prepend=-1)).tolist(), len(list_n)]
-        # Views of the scores by the length of a list; making one takes longer than a product.
-        views: dict[int, npt.NDArray[np.float32]] = {}
-        for start, stop in pairwise(bounds):
-            vector_nD = self._vectors.get(int(list_n[start]))
-            if vector_nD is not None:
-                # torch is faster than numpy at products of a few rows.
-                product_qn = query_nD[start:stop] @ vector_nD.T
-                size = len(vector_nD)
-                if size not in views:
-                    views[size] = sliding_window_view(score_QW.reshape(-1), size, writeable=True)
-                views[size][place_n[start:stop]] = product_qn.numpy()
-        top_k = min(top_k, num_scores)
-        column_QK = np.argpartition(score_QW, num_scores - top_k, axis=1)[:, num_scores - top_k :]
-        # The list of a column is the first that ends behind it.
-        probe_QK = (column_QK[:, :, None] >= end_QP[:, None, :]).sum(axis=2)
-        probe_QK = np.minimum(probe_QK, num_probes - 1)
-        first_QP = self._start_C[list_QP] - start_QP
-        row_QK = np.take_along_axis(first_QP, probe_QK, axis=1) + column_QK
-        score_QK = np.take_along_axis(score_QW, column_QK, axis=1)
-        return torch.from_numpy(score_QK), torch.from_numpy(self._row_N[np.minimum(row_QK, len(self._row_N) - 1)])
+
+        def score(first: int) -> None:
+            # Views of the scores by the length of a list; making one takes longer than a product.
+            views: dict[int, npt.NDArray[np.float32]] = {}
+            for start, stop in pairwise(bounds[first : first + step + 1]):
+                vector_nD = self._vectors.get(int(list_n[start]))
+                if vector_nD is not None:
+                    # torch is faster than numpy at products of a few rows.
+                    product_qn = query_nD[start:stop] @ vector_nD.T
+                    size = len(vector_nD)
+                    if size not in views:
+                        views[size] = sliding_window_view(score_QW.reshape(-1), size, writeable=True)
+                    views[size][place_n[start:stop]] = product_qn.numpy()
+
+        def choose(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+            chunk = slice(first, first + _CHOSEN_TOGETHER)
+            score_qW, end_qP = score_QW[chunk], end_QP[chunk]
+            if top_k == 1:
+                column_qK = score_qW.argmax(axis=1, keepdims=True)
+            else:
+                column_qK = np.argpartition(score_qW, num_scores - top_k, axis=1)[:, num_scores - top_k :]
+            # The list of a column is the first that ends behind it.
+            probe_qK = (column_qK[:, :, None] >= end_qP[:, None, :]).sum(axis=2)
+            probe_qK = np.minimum(probe_qK, num_probes - 1)
+            first_qP = self._start_C[list_QP[chunk]] - start_QP[chunk]
+            row_qK = np.take_along_axis(first_qP, probe_qK, axis=1) + column_qK
+            row_qK = self._row_N[np.minimum(row_qK, len(self._row_N) - 1)]
+            return torch.from_numpy(np.take_along_axis(score_qW, column_qK, axis=1)), torch.from_numpy(row_qK)
+
+        top_k, step = min(top_k, num_scores), -(-(len(bounds) - 1) // pool._max_workers)
+        list(pool.map(score, range(0, len(bounds) - 1, step)))
+        score_qK, row_qK = zip(*pool.map(choose, range(0, num_queries, _CHOSEN_TOGETHER)), strict=True)
+        return torch.cat(score_qK), torch.cat(row_qK)
 
 
 def _found(score_QK: Floats, row_QK: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +239,7 @@ def build_ivf(
 
     Args:
         documents: Unit vectors.
-        folder: The folder to write: `centroids/`, `lists/`.
+        folder: The folder to write: `centroids/`, `nearest/` with the list of each document, `lists/`.
         num_probes: Lists searched per query, or None for 32 (48 of more than 4,096 lists), or all if there are fewer.
         num_lists: Number of lists, or None for 4 times the square root of the number of documents, at most one per 39
             documents (the minimum that faiss recommends) and at least one per 128.
@@ -244,17 +268,26 @@ def build_ivf(
     centroid_CD = load_shard(training.path(0))
 
     nearest = NearestLists(centroid_CD)
-    part_rows = max(1, PART_BYTES // (4 * documents.embedding_dim))
+
+    def assign(shard: int, path: Path) -> None:
+        save_array(path, nearest.search(documents.load(shard), 1)[1][:, 0].astype(np.int32))
+
+    assigning = ShardedJob(Path(folder) / "nearest", {"kind": "ivf nearest lists", **fields}, documents.num_shards)
+    assigning.run(assign, task, take_over=True)
+    assigning.finish()
+    list_N = np.concatenate([load_shard(assigning.path(shard)) for shard in range(documents.num_shards)])
+    # A part has neighbouring lists, each whole, with about the same number of documents.
+    num_parts = -(-documents.num_rows * 4 * documents.embedding_dim // PART_BYTES)
+    end_C = np.cumsum(np.bincount(list_N, minlength=num_lists))
+    part_N = (((end_C - 1) * num_parts) // documents.num_rows)[list_N]
 
     def sort(part: int, path: Path) -> None:
-        row_n = np.array(shard_rows(part, part_rows, documents.num_rows))
-        lists, starts = new_lists(nearest.all, num_lists), range(0, len(row_n), QUERY_CHUNK)
-        for start in progress_bar(None, "filling lists", "block", iterable=starts):
+        lists, row_n = new_lists(nearest.all, num_lists), np.flatnonzero(part_N == part)
+        for start in progress_bar(None, "filling lists", "block", iterable=range(0, len(row_n), QUERY_CHUNK)):
             rows = row_n[start : start + QUERY_CHUNK]
-            add_to_lists(lists, documents.take(rows), rows, nearest)
+            add_to_lists(lists, documents.take(rows), rows, list_N[rows])
         write_lists(lists, path)
 
-    num_parts = -(-documents.num_rows // part_rows)
     sorting = ShardedJob(
         Path(folder) / "lists", {"kind": "ivf lists", **fields}, num_parts, stem="list", suffix=".faiss"
     )
@@ -296,8 +329,8 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
 
     if num_lists <= UNGROUPED_LISTS:
         return train(sample_nD, num_lists)
-    num_groups = math.isqrt(num_lists)
-    step = max(1, len(sample_nD) // (num_groups * PER_GROUP))
+    num_groups = num_lists // LISTS_PER_GROUP
+    step = max(1, len(sample_nD) // (num_groups * SAMPLE_PER_GROUP))
     group_n = nearest_centroids(sample_nD, train(np.ascontiguousarray(sample_nD[::step]), num_groups))
     order_n, size_G = np.argsort(group_n, kind="stable"), np.bincount(group_n, minlength=num_groups)
     lists_G = np.diff(np.cumsum(size_G) * num_lists // len(sample_nD), prepend=0)
@@ -307,9 +340,9 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
     return np.concatenate([train(sample_nD[part], number) for part, number in groups])
 
 
-def add_to_lists(lists: Any, vector_ND: Floats, row_N: Rows, nearest: NearestLists) -> None:
-    """Add vectors to the lists nearest to them, with their rows as ids."""
-    swig, list_N = load_faiss().swig_ptr, np.ascontiguousarray(nearest.search(vector_ND, 1)[1][:, 0])
+def add_to_lists(lists: Any, vector_ND: Floats, row_N: Rows, list_N: npt.NDArray[np.integer]) -> None:
+    """Add vectors to their lists, with their rows as ids."""
+    swig, list_N = load_faiss().swig_ptr, np.ascontiguousarray(list_N, np.int64)
     lists.add_core(len(vector_ND), swig(vector_ND), swig(row_N), swig(list_N))
 
 
@@ -374,7 +407,8 @@ def build_index(
     lists = new_lists(nearest.all, num_lists)
     for vector_ND in _with_progress(folder, "adding vectors"):
         rows = np.arange(lists.ntotal, lists.ntotal + len(vector_ND))
-        add_to_lists(lists, np.ascontiguousarray(vector_ND), rows, nearest)
+        vector_ND = np.ascontiguousarray(vector_ND)
+        add_to_lists(lists, vector_ND, rows, nearest.search(vector_ND, 1)[1][:, 0])
     # The old manifest is removed once the new file is complete, and before it replaces the old one.
     with atomic_path(path) as temporary:
         write_lists(lists, temporary)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import faiss
 import numpy as np
 import pytest
+import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask, save_array
@@ -182,6 +183,7 @@ def test_grouped_lists_find_nearly_the_same_documents_and_all_if_all_are_searche
 
     ungrouped = recall("one", 8)
     monkeypatch.setattr(ivf, "UNGROUPED_LISTS", 50)
+    monkeypatch.setattr(ivf, "LISTS_PER_GROUP", 10)
     monkeypatch.setattr(ivf, "GROUP_PROBES", 4)
     assert recall("grouped", 8) > ungrouped - 0.05 > 0.7
     assert recall("grouped", 100) == 1.0
@@ -202,21 +204,42 @@ def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, mon
     for index in (1, 0):
         parts = build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10, task=ArrayTask(index, 2))
     files = [path for path in (tmp_path / "whole").rglob("*") if path.suffix in (".npy", ".faiss")]
-    assert len(files) == 6
+    # The centroids, the nearest lists of eight shards of documents, and five parts of the lists.
+    assert len(files) == 14
     for path in files:
         assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
     for name in ("new_lists", "write_lists"):
         monkeypatch.setattr(ivf, name, None)
-    monkeypatch.setattr(ivf, "_BLOCK_QUERIES", 7)
+    for name, value in (("_LIST_QUERIES", 1), ("_BLOCK_SCORES", 700), ("_CHOSEN_TOGETHER", 3)):
+        monkeypatch.setattr(ivf, name, value)
     for search in (parts, build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10)):
         np.testing.assert_array_equal(search.search(queries, 5).index_QK, one_file.index_QK)
+
+
+def test_each_list_is_whole_in_one_part_and_threads_and_parts_change_no_result(tmp_path, monkeypatch):
+    documents, queries = shards(tmp_path / "documents", clustered(500), 64), clustered(40, seed=5)
+    expected = build_ivf(documents, tmp_path / "one", num_probes=4, num_lists=40).search(queries, 20)
+    monkeypatch.setattr(ivf, "PART_BYTES", 64 * 60)
+    search = build_ivf(documents, tmp_path / "ivf", num_probes=4, num_lists=40)
+    parts = [ivf.map_lists(path) for path in sorted((tmp_path / "ivf" / "lists").glob("*.faiss"))]
+    size_PC = np.array([[part.invlists.list_size(number) for number in range(40)] for part in parts])
+    assert len(parts) == 9
+    assert (np.count_nonzero(size_PC, axis=0) <= 1).all()
+    # As many documents as a part may have, and at most one list more.
+    assert size_PC.sum() == 500
+    assert size_PC.sum(axis=1).max() <= 60 + size_PC.max()
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found = search.search(queries, 20)
+        np.testing.assert_array_equal(found.index_QK, expected.index_QK)
+        np.testing.assert_array_equal(found.score_QK, expected.score_QK)
 
 
 @pytest.mark.parametrize("part_vectors", [30, 500])
 def test_a_search_of_lists_equals_that_of_faiss(part_vectors, tmp_path, monkeypatch):
     monkeypatch.setattr(ivf, "PART_BYTES", 64 * part_vectors)
     documents, queries = shards(tmp_path / "documents", clustered(500), 64), clustered(40, seed=5)
-    # 40 lists of about 12 documents, of which a part of 30 has some without any; 30 are more than a list has.
+    # 40 lists of about 12 documents, of which a part of 30 has two or three; 30 are more than a list has.
     search = build_ivf(documents, tmp_path / "ivf", num_probes=4, num_lists=40)
     quantizer = faiss.IndexFlatIP(16)
     quantizer.add(search.centroid_CD)
