@@ -349,15 +349,16 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     return cached
 
 
-def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
+def read_records(config: SourceConfig, cached: CachedSource, title: str = "reading") -> Iterator[tuple[str, Record]]:
     """The complete records of a source of `pairs` or `sts`, with file and row, in the order of the table.
 
-    They are read from the source again, because converted rows lack `score`, `id`, `language` and the label text.
+    They are read from the source again, because converted rows lack `score`, `id`, `language` and the label text. The
+    progress bar has the title and the source's name.
     """
     inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
     if not config.is_hub and inputs.identity != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the job started", "start again")
-    blocks = blocks_of(f"reading {config.name}", _readers(config, inputs))
+    blocks = blocks_of(f"{title} {config.name}", _readers(config, inputs))
     yield from (record for group in groups_of(blocks) for record in usable_records(config, group))
     inputs.require_unchanged()
 

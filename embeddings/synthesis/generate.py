@@ -1,5 +1,6 @@
 """Synthesis jobs: tasks and examples of a method's categories, or new negatives for existing records."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -557,13 +558,17 @@ def regenerate_negatives(
         "seed": seed,
         "templates_sha256": templates.sha256,
     }
-    total, items = len(cached.table), partial(pair_items, source, cached, templates)
+    passes = itertools.count(1)
+
+    def items() -> Iterable[Item]:
+        return pair_items(source, cached, templates, f"pass {next(passes)} over")
+
     with open_job(output, identity, {}, client, task) as job:
-        return job.run(items, total, seed, {})
+        return job.run(items, len(cached.table), seed, {})
 
 
-def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterable[Item]:
-    for row, (_, record) in enumerate(read_records(source, cached)):
+def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates, title: str) -> Iterable[Item]:
+    for row, (_, record) in enumerate(read_records(source, cached, title)):
         prompt = templates.negatives(record.query, record.positives[0])
         read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)
         yield Item(f"row-{row}", "records.jsonl", prompt, read, is_unique=False, schema=NEGATIVES_SCHEMA)
@@ -572,7 +577,7 @@ def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates)
 def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
     """The prompt of a source's first pair, with the minimum number of requests, as text."""
     cached = open_cached(source)
-    first = next(iter(pair_items(source, cached, templates)))
+    first = next(iter(pair_items(source, cached, templates, "reading")))
     return f"=== negatives for {len(cached.table)} pairs ===\n{first.prompt}"
 
 

@@ -210,6 +210,13 @@ def test_a_command_that_waits_for_a_server_is_not_silent(tmp_path):
 
 
 @pytest.mark.slow
+def test_preparing_the_docstrings_of_installed_packages_is_not_silent(tmp_path):
+    (lines,) = printed(tmp_path, 0.5, ["prepare docstrings --output docstrings"]).values()
+    assert lines[-1].time - lines[0].time > 5, lines
+    check_gaps(lines, 2.5)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_longer_command_is_silent_and_its_time_left_is_right(tmp_path):
     compared = compare(tmp_path, 10_000, 0.5, slack=2.0)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError, OptionError, progress
 from embeddings.common.jobs import ArrayTask
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
@@ -414,6 +415,14 @@ def test_only_the_negatives_are_replaced(tmp_path, source):
         for name in ("query", "positives", "id", "score", "label", "instruction", "language"):
             assert getattr(after, name) == getattr(before, name)
     assert sum("\nanswer 3\n" in request.prompt for request in client.asked) == 1
+
+
+def test_each_pass_over_the_source_has_a_bar_of_its_own(tmp_path, source, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "PROGRESS_DELAY_SECONDS", 0.0)
+    regenerate(tmp_path / "job", source, FakeClient())
+    titles = re.findall(r"^(pass \d) over input: 100%", capfd.readouterr().err, flags=re.MULTILINE)
+    assert list(dict.fromkeys(titles)) == ["pass 1", "pass 2", "pass 3"]
 
 
 IDENTITY, SIZE = {"kind": "test", "seed": 1}, {"count": 4}
