@@ -90,6 +90,7 @@ class SimilarityDistillation(Distillation):
         self.teacher_temperature = teacher_temperature
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
+        """See `Distillation`; a tile of queries at a time, whose scores are computed again in the backward pass."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         masks, scale = self.masks(batch), self._scale(query_BD)
         all_CD = gather_candidates(candidate_CD, masks.candidate_counts)
@@ -148,6 +149,7 @@ class MarginMSE(Distillation):
         self.score_scale = score_scale
 
     def divergence(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> Tensor:
+        """See `Distillation`; only the products of a query with its own candidates are computed."""
         query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
         owner_C, positive_B = batch.owner_C, batch.positive_index_B
         student_C = self.score_scale * torch.linalg.vecdot(query_BD[owner_C], candidate_CD)

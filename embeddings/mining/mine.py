@@ -175,6 +175,7 @@ class Teachers:
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
     def encode(self, source: CachedSource, index: PairIndex, folder: Path, **options: Any) -> list[PairVectors]:
+        """The vectors of all texts by each model, in its folder; for `options` see `encode_pairs`."""
         return [
             encode_pairs(
                 self.load(model),

@@ -148,6 +148,7 @@ def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules:
 
 
 def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Remaining:
+    """The candidates that pass the rules, by falling mean score over the teachers, then by row."""
     mean_QC: Floats = candidates.score_TQC.mean(axis=0, dtype=np.float64).astype(np.float32)
     mean_QC[candidates.row_QC < 0] = -np.inf
     order_QC: Int64s = np.lexsort((candidates.row_QC, -mean_QC), axis=1)
@@ -320,6 +321,7 @@ class DocumentQrels:
             raise InputError(where, "has no judgment of a document for a query of the source", hint)
 
     def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
+        """The judgments of queries: as relevant as a positive makes a positive, each grade below it a level."""
         start_Q = np.searchsorted(self._query_hash_J, hash_Q, side="left")
         stop_Q = np.searchsorted(self._query_hash_J, hash_Q, side="right")
         index_j = concatenated_ranges(start_Q, stop_Q)

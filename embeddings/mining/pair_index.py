@@ -70,6 +70,7 @@ class PairIndex:
         return self.positive_rows[self.positive_offsets[query] : self.positive_offsets[query + 1]]
 
     def document_texts(self, documents: Sequence[int] | Int64s) -> list[str]:
+        """The texts of documents, read from the source's positives and negatives and from the corpus."""
         table, entry_N, first = self.source.table, np.asarray(self._entries[documents]), 0
         texts = [""] * len(entry_N)
         for offsets, texts_of in ((self.positive_offsets, table.positives), (self.negative_offsets, table.negatives)):

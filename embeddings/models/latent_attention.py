@@ -174,6 +174,7 @@ class SelfAttentionPooling(Pooling):
                 _zero_parameters(layer)
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
+        """States (N, L, H) and the tokens to pool (N, L) to vectors (N, H), at least float32."""
         # A NaN at a token that is not pooled must not reach a pooled one.
         outside_NL1 = ~pooling_mask_NL.unsqueeze(-1)
         state_NLH = hidden_NLH.to(self.norm.weight.dtype).masked_fill(outside_NL1, 0.0)

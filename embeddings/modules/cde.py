@@ -242,6 +242,7 @@ class CDEModule(ContrastiveModule):
         return LossOutput(loss, {"word_loss": loss.detach()})
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
+        """The loss of a batch, (): of the first stage's words, or of the texts with their context documents."""
         self._phase = self.first_stage_training.phase(self.global_step)
         if self._phase == "words":
             query, candidate = self._documents(batch.query), self._documents(batch.candidate)

@@ -380,6 +380,7 @@ def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str
 
 
 def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str, Any]) -> None:
+    """Load the state of whole parameters into the fragments that this rank holds."""
     for inner, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         inner.update({name: value for name, value in saved.items() if name != "params"})
     parameters = [parameter for group in groups for parameter in group]

@@ -122,6 +122,7 @@ class Sampling:
         return {**values, "extra_body": dict(self.extra_body or {})}
 
     def body(self, request: Request) -> dict[str, Any]:
+        """The JSON body of a chat completion, with the fields that the server takes."""
         messages = [
             {"role": role, "content": text}
             for example in request.examples

@@ -91,6 +91,7 @@ class Journal:
         self._read[path] = size, number
 
     def append(self, key: str, answer: Answer) -> None:
+        """Write an answer and wait until it is on the disk; an `OSError` leaves the file as it was."""
         assert self.get(key) is None
         # ASCII escapes, since an answer may contain unpaired surrogates.
         line = json.dumps({"key": key, **answer._asdict()}).encode("ascii") + b"\n"
