@@ -12,6 +12,7 @@ from typing import IO
 
 from embeddings.common import NumericError, PreemptedError, UserError
 from embeddings.common.errors import SeveralErrors, WorkerError, is_panic
+from embeddings.common.process import RESUME
 from embeddings.common.text import one_line
 
 EXIT_OK, EXIT_BUG, EXIT_INPUT, EXIT_FAILED, EXIT_IO, EXIT_INTERRUPTED, EXIT_NO_READER = 0, 1, 2, 70, 74, 130, 141
@@ -33,10 +34,10 @@ class ConfigError(UserError):
     """A command line or config that cannot be parsed."""
 
 
-def run_guarded(command: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
+def run_guarded(command: Callable[[], None], is_resuming: bool = False) -> int:
     """Run a command and return its exit code; each failure but the first is one line on standard error.
 
-    `interrupted` is the line after Ctrl-C.
+    A command that `is_resuming` continues after its finished work when it is run again; the line after Ctrl-C says so.
 
     Exit codes:
         1: Any other exception, which is an error in this program; its traceback is on standard error.
@@ -50,12 +51,13 @@ def run_guarded(command: Callable[[], None], interrupted: str = INTERRUPTED) -> 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-    code = _run(command, interrupted)
+    code = _run(command, is_resuming)
     output_error = _flush_output()
     return _output_code(output_error) if output_error is not None and code == EXIT_OK else code
 
 
-def _run(command: Callable[[], None], interrupted: str) -> int:
+def _run(command: Callable[[], None], is_resuming: bool) -> int:
+    interrupted = RESUMABLE if is_resuming else INTERRUPTED
     try:
         command()
     except (UserError, NumericError, WorkerError) as error:
@@ -66,7 +68,9 @@ def _run(command: Callable[[], None], interrupted: str) -> int:
     except PreemptedError as stop:
         if stop.line:
             how = "interrupted" if stop.exit_code == EXIT_INTERRUPTED else "preempted"
-            _say(f"{how}: {one_line(stop.line, limit=600)}")
+            what, resumes_by_option, _ = stop.line.partition(RESUME)
+            line = f"{what}the same command continues there" if resumes_by_option and is_resuming else stop.line
+            _say(f"{how}: {one_line(line, limit=600)}")
         return stop.exit_code
     except SystemExit as stop:
         # Lightning turns Ctrl-C into a SystemExit; the parser raises one after printing its help.
@@ -103,13 +107,13 @@ def _report_unexpected(error: BaseException) -> int:
     dead = _DEAD_WORKER.search(str(error))
     if dead is not None:
         cause = f"was killed by a signal ({dead[2]})" if dead[2] else "exited"
-        fix = "lower data.num_workers or data.batch_size if memory ran out, and resume with --ckpt_path"
+        fix = f"lower data.num_workers or data.batch_size if memory ran out, and {RESUME}"
         return _report(f"a data loader worker, process {dead[1]}, {cause}; {fix}", EXIT_FAILED)
     ranks = sys.modules.get("embeddings.strategies.ranks")
     if ranks is not None and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         lost = ranks.lost_rank()
         if lost is not None:
-            return _report(f"{lost}; resume with --ckpt_path", EXIT_FAILED) if lost else EXIT_FAILED
+            return _report(f"{lost}; {RESUME}", EXIT_FAILED) if lost else EXIT_FAILED
     _say("".join(traceback.format_exception(error)).rstrip())
     return EXIT_BUG
 

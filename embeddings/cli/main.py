@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from embeddings import __version__
-from embeddings.cli.errors import EXIT_INTERRUPTED, INTERRUPTED, RESUMABLE, ConfigError, run_guarded
+from embeddings.cli.errors import EXIT_INTERRUPTED, ConfigError, run_guarded
 from embeddings.cli.parser import CONFIGS, OneLineParser
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
@@ -95,8 +95,9 @@ COMMANDS = {
 }
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"adapt", "prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
+RESUMING |= {"quickstart"}
 # Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
-LONG_COMMANDS = RESUMING | {"quickstart", "passages", "queries", "index", "evaluate", "export", "push", "import"}
+LONG_COMMANDS = RESUMING | {"passages", "queries", "index", "evaluate", "export", "push", "import"}
 LONG_COMMANDS = (LONG_COMMANDS | {"interpolate", "whiten", "convert", "report", "show"}) - {"sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit_kernel_cache()
     is_reported = bool(LONG_COMMANDS.intersection(argv[:1]))
     with log_to_stderr(), quiet_libraries(), reported(argv[0]) if is_reported else nullcontext():
-        return run_guarded(lambda: dispatch(argv), RESUMABLE if resumes(argv) else INTERRUPTED)
+        return run_guarded(lambda: dispatch(argv), resumes(argv))
 
 
 def run() -> NoReturn:

@@ -38,8 +38,9 @@ EXAMPLES = (
 def quickstart() -> None:
     """Build the docstring corpus, train on it, and compare scores before and after.
 
-    A finished corpus in `data/docstrings` is reused. The result is the model directory `checkpoints/quickstart`, with
-    `curves.png` and `metrics.json`. The training config is lightning_configs/quickstart.yaml, which has the same paths.
+    A finished corpus in `data/docstrings` is reused, and a run of training that was stopped is resumed. The result is the
+    model directory `checkpoints/quickstart`, with `curves.png` and `metrics.json`. The training config is
+    lightning_configs/quickstart.yaml, which has the same paths.
     """
     from embeddings.cli.fit import run_trainer
 
@@ -52,7 +53,7 @@ def quickstart() -> None:
         results["bm25"] = score_bm25(data)
         results["before"], _ = score_model("all-MiniLM-L6-v2", data)
     with phase(3, "training", seconds, "train"):
-        run = run_trainer(["fit", "--config", CONFIG]).trainer.log_dir
+        run = run_trainer(["fit", "--config", CONFIG, "--ckpt_path", "auto"]).trainer.log_dir
     with phase(4, "scores after training", seconds, "after"):
         results["after"], document_ND = score_model(str(OUTPUT), data)
     with phase(5, "three searches over the held-out packages", seconds, "search"):

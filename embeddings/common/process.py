@@ -302,6 +302,10 @@ def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
+# How a run of `fit` is resumed, at the end of the line that says why it stopped.
+RESUME = "resume with --ckpt_path"
+
+
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
     """Requeue the job from the run's first process; returns the error that ends the run, stopped at `where`."""
     # After Ctrl-C the user does not want the job requeued.
@@ -313,7 +317,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
     if job:
         parts.append(f"scontrol requeue {job} failed ({refusal})" if refusal else f"job {job} is queued again")
     if checkpoint is not None:
-        parts.append(f"resume with --ckpt_path {shlex.quote(str(checkpoint))}")
+        parts.append(f"{RESUME} {shlex.quote(str(checkpoint))}")
     return PreemptedError("; ".join(parts), exit_code(number, requeued=bool(job) and not refusal))
 
 

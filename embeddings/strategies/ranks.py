@@ -14,7 +14,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from torch.distributed.constants import default_pg_timeout
 
 from embeddings.common import OptionError
-from embeddings.common.process import exit_description
+from embeddings.common.process import RESUME, exit_description
 
 TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.25
@@ -87,7 +87,7 @@ def _end_with_dead_rank(children: Processes) -> None:
     if not children:
         return
     if message := _once(dead):
-        print(f"error: {message}; resume with --ckpt_path", file=sys.stderr, flush=True)
+        print(f"error: {message}; {RESUME}", file=sys.stderr, flush=True)
     _kill(children)
     os._exit(_EXIT_INTERNAL)
 

@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from embeddings.cli.errors import run_guarded
 from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError
+from embeddings.common.process import answer
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,23 @@ def test_after_ctrl_c_the_line_says_whether_the_same_command_continues(words, sa
     line = capsys.readouterr().err.strip()
     assert line.startswith("error: interrupted; ")
     assert line.endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["fit"], "SIGINT: stopped after step 3; resume with --ckpt_path a/last.ckpt"),
+        (["quickstart"], "SIGINT: stopped after step 3; the same command continues there"),
+        (["adapt", "docs"], "SIGINT: stopped after step 3; the same command continues there"),
+    ],
+)
+def test_a_command_that_finds_its_checkpoint_names_no_option(words, says, monkeypatch, capsys):
+    def stopped(_):
+        raise answer(signal.SIGINT, "stopped after step 3", "a/last.ckpt", is_first=True)
+
+    monkeypatch.setattr("embeddings.cli.main.dispatch", stopped)
+    assert main(words) == 130
+    assert capsys.readouterr().err.strip() == f"interrupted: {says}"
 
 
 def raising(error):
