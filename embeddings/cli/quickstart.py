@@ -38,7 +38,7 @@ EXAMPLES = (
 def quickstart() -> None:
     """Build the docstring corpus, train on it, and compare scores before and after.
 
-    A finished corpus in `data/docstrings` is reused, and a run of training that was stopped is resumed. The result is the
+    A finished corpus in `data/docstrings` is reused, and training that was stopped is resumed. The result is the
     model directory `checkpoints/quickstart`, with `curves.png` and `metrics.json`. The training config is
     lightning_configs/quickstart.yaml, which has the same paths.
     """

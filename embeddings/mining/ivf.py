@@ -53,10 +53,10 @@ SAMPLE_PER_GROUP = 256
 PART_BYTES = 512 << 20
 # faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
-# On a CPU, queries of a block for each list, which share its product, and scores of a block, 256 MiB, at most.
-_LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 26, 8
+# On a CPU, queries of a block for each list, which share its product, and scores of a block, 512 MiB, at most.
+_LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 27, 8
 # Queries whose best documents a thread chooses at a time.
-_CHOSEN_TOGETHER = 1024
+_CHOSEN_TOGETHER = 256
 GPU_MAX_DOCUMENTS = 2048
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -151,7 +151,7 @@ class _Lists:
                 if size := lists.list_size(number):
                     codes = swig_view(lists.get_codes(number), 4 * width * size)
                     rows[number] = swig_view(lists.get_ids(number), size)
-                    self._vectors[number] = torch.from_numpy(codes.view(np.float32).reshape(-1, width))
+                    self._vectors[number] = torch.from_numpy(codes.view(np.float32).reshape(-1, width)).T
                     self._size_C[number] = size
         self._start_C = np.cumsum(self._size_C) - self._size_C
         self._row_N: Rows = np.concatenate([rows[number] for number in sorted(rows)])
@@ -161,8 +161,9 @@ class _Lists:
         order_Q = np.argsort(list_QP[:, 0], kind="stable")
         query_QD, list_QP = query_QD[order_Q], list_QP[order_Q]
         num_lists, num_probes = len(self._size_C), list_QP.shape[1]
-        documents_searched = max(1, num_probes * len(self._row_N) // num_lists)
-        block = min(_LIST_QUERIES * num_lists // num_probes, _BLOCK_SCORES // documents_searched)
+        # A long list is near more queries than a short one.
+        documents_searched = num_probes * int(np.square(self._size_C).sum()) // len(self._row_N)
+        block = min(_LIST_QUERIES * num_lists // num_probes, _BLOCK_SCORES // max(1, documents_searched))
         best = BestDocuments(len(query_QD), top_k, max(_LIST_QUERIES, block))
         with ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS)) as pool:
             for number, chunk in enumerate(progress_bar(None, "search", "block", iterable=best.chunks)):
@@ -177,46 +178,50 @@ class _Lists:
         num_queries, num_probes = list_QP.shape
         end_QP = self._size_C[list_QP].cumsum(axis=1)
         start_QP = end_QP - self._size_C[list_QP]
-        num_scores = max(1, int(end_QP[:, -1].max()))
-        score_QW = np.full((num_queries, num_scores), -np.inf, np.float32)
+        # The scores of one query after another; those with its lists by list.
+        offset_Q = np.concatenate([np.zeros(1, np.int64), end_QP[:, -1].cumsum()])
+        score_S = np.empty(offset_Q[-1], np.float32)
         # All pairs of a query and a list, by list; the scores of a pair start at its place.
         order_n = np.argsort(list_QP, axis=None, kind="stable")
         query_n, list_n = order_n // num_probes, list_QP.ravel()[order_n]
-        place_n, query_nD = query_n * num_scores + start_QP.ravel()[order_n], torch.from_numpy(query_QD[query_n])
+        place_n, query_nD = offset_Q[query_n] + start_QP.ravel()[order_n], torch.from_numpy(query_QD[query_n])
         bounds = [*np.flatnonzero(np.diff(list_n, prepend=-1)).tolist(), len(list_n)]
 
         def score(first: int) -> None:
             # Views of the scores by the length of a list; making one takes longer than a product.
             views: dict[int, npt.NDArray[np.float32]] = {}
             for start, stop in pairwise(bounds[first : first + step + 1]):
-                vector_nD = self._vectors.get(int(list_n[start]))
-                if vector_nD is not None:
+                vector_Dn = self._vectors.get(int(list_n[start]))
+                if vector_Dn is not None:
                     # torch is faster than numpy at products of a few rows.
-                    product_qn = query_nD[start:stop] @ vector_nD.T
-                    size = len(vector_nD)
+                    product_qn = query_nD[start:stop].mm(vector_Dn).numpy()
+                    size = product_qn.shape[1]
                     if size not in views:
-                        views[size] = sliding_window_view(score_QW.reshape(-1), size, writeable=True)
-                    views[size][place_n[start:stop]] = product_qn.numpy()
+                        views[size] = sliding_window_view(score_S, size, writeable=True)
+                    views[size][place_n[start:stop]] = product_qn
 
-        def choose(first: int) -> tuple[torch.Tensor, torch.Tensor]:
-            chunk = slice(first, first + _CHOSEN_TOGETHER)
-            score_qW, end_qP = score_QW[chunk], end_QP[chunk]
-            if top_k == 1:
-                column_qK = score_qW.argmax(axis=1, keepdims=True)
-            else:
-                column_qK = np.argpartition(score_qW, num_scores - top_k, axis=1)[:, num_scores - top_k :]
-            # The list of a column is the first that ends behind it.
-            probe_qK = (column_qK[:, :, None] >= end_qP[:, None, :]).sum(axis=2)
-            probe_qK = np.minimum(probe_qK, num_probes - 1)
-            first_qP = self._start_C[list_QP[chunk]] - start_QP[chunk]
-            row_qK = np.take_along_axis(first_qP, probe_qK, axis=1) + column_qK
-            row_qK = self._row_N[np.minimum(row_qK, len(self._row_N) - 1)]
-            return torch.from_numpy(np.take_along_axis(score_qW, column_qK, axis=1)), torch.from_numpy(row_qK)
+        first_QP = self._start_C[list_QP] - start_QP
+        found_QK, row_QK = np.full((num_queries, top_k), -np.inf, np.float32), np.zeros((num_queries, top_k), np.int64)
 
-        top_k, step = min(top_k, num_scores), -(-(len(bounds) - 1) // pool._max_workers)
+        def choose(first: int) -> None:
+            for query in range(first, min(first + _CHOSEN_TOGETHER, num_queries)):
+                score_s = score_S[offset_Q[query] : offset_Q[query + 1]]
+                count = min(top_k, len(score_s))
+                if count == 1:
+                    column_k = np.array([score_s.argmax()])
+                elif count < len(score_s):
+                    column_k = score_s.argpartition(len(score_s) - count)[len(score_s) - count :]
+                else:
+                    column_k = np.arange(count)
+                # The list of a column is the first that ends behind it.
+                probe_k = end_QP[query].searchsorted(column_k, side="right")
+                found_QK[query, :count] = score_s[column_k]
+                row_QK[query, :count] = self._row_N[first_QP[query, probe_k] + column_k]
+
+        step = -(-(len(bounds) - 1) // pool._max_workers)
         list(pool.map(score, range(0, len(bounds) - 1, step)))
-        score_qK, row_qK = zip(*pool.map(choose, range(0, num_queries, _CHOSEN_TOGETHER)), strict=True)
-        return torch.cat(score_qK), torch.cat(row_qK)
+        list(pool.map(choose, range(0, num_queries, _CHOSEN_TOGETHER)))
+        return torch.from_numpy(found_QK), torch.from_numpy(row_QK)
 
 
 def _found(score_QK: Floats, row_QK: Rows) -> tuple[torch.Tensor, torch.Tensor]:
