@@ -183,6 +183,8 @@ def make_queries(
     if not (training or test or unjudged or any(split.real.values())):
         what = f"its {survey.num_passages} passages offer no queries ({_reasons(report)})"
         raise InputError(str(passages), what, "give --queries, or documents with sentences and headings")
+    if not training and split.num_training >= MIN_PASSAGES:
+        report.notes.append(f"nothing to train on: the passages offer no queries ({_reasons(report)})")
     content = {name: value for name, value in asdict(report).items() if name != "reused"}
     with replaced_folder(output, {**inputs, "report": content}) as new:
         write_json(new / "summary.json", {**content, "settings": asdict(settings)})

@@ -241,6 +241,16 @@ def test_few_passages_give_an_evaluation_and_no_pairs(rows, tmp_path):
     assert make_queries(few, tmp_path / "out").counts["pseudo_test_queries"] > 10
 
 
+def test_passages_without_sentences_say_why_there_is_nothing_to_train_on(rows, tmp_path):
+    bare = [
+        {**row, "title": "", "text": row["text"].lower().translate(str.maketrans("", "", ".!?#\n"))} for row in rows
+    ]
+    log = write_rows(tmp_path / "log.jsonl", asked(rows, (0, 40, 80)))
+    report = make_queries(write_rows(tmp_path / "bare.jsonl", bare), tmp_path / "out", log=log)
+    assert report.counts["pairs"] == 0
+    assert report.notes == ["nothing to train on: the passages offer no queries (no sentences, no headings)"]
+
+
 def test_one_document_is_never_held_out(rows, tmp_path):
     one = [{**row, "document": "same"} for row in rows]
     report = make_queries(write_rows(tmp_path / "p.jsonl", one), tmp_path / "out")
