@@ -18,7 +18,7 @@ NUM_CHANGED = 20
 _NUM_PASSAGES = 3
 _PASSAGE_LENGTH = 300
 # Width of the plotted part of a chart, the height of a row, and the size of the learning curve, in pixels.
-_WIDTH, _ROW = 180, 26
+_WIDTH, _ROW = 150, 26
 _CURVE_WIDTH, _CURVE_HEIGHT = 560, 140
 _GAIN, _LOSS, _UNSURE = "#1b7837", "#b2182b", "#777777"
 

@@ -251,9 +251,11 @@ class Steps:
         self.command("fit", "--config", written, "--ckpt_path", "auto", made=trained / MANIFEST)
 
     def interpolate(self, trained: list[Path]) -> None:
-        """Write the model between the start and the trained weights; validation queries choose."""
+        """Write the model between the start and the trained weights: half-way, or where enough queries choose."""
         validation = self.queries / "validation"
-        judged = ["--data", validation, "--vectors", self.encoded] if validation.exists() else []
+        # By a few queries the shares differ by chance; of several models one must be chosen.
+        chooses = count_rows(validation / "queries.jsonl") >= MIN_REAL_QUERIES or len(trained) > 1
+        judged = ["--data", validation, "--vectors", self.encoded] if chooses else []
         models = ["--start", self.model, "--trained", _listed(trained)]
         self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 

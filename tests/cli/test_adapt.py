@@ -158,8 +158,13 @@ def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch
     assert json.loads(Path("mine/manifest.json").read_text())["complete"]
 
 
-def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monkeypatch):
+# 20 of the 80 queries are for validation.
+@pytest.mark.parametrize("min_queries", [20, pytest.param(21, marks=pytest.mark.slow)])
+def test_enough_real_queries_choose_the_share_and_real_queries_decide(
+    min_queries, documents, model, capsys, monkeypatch
+):
     monkeypatch.setattr(adapt, "MAX_STEPS", 2)
+    monkeypatch.setattr(adapt, "MIN_REAL_QUERIES", min_queries)
     log = [{"query": row["text"].split(".")[0], "file": row["document"]} for row in documents[:80]]
     write_rows(Path("log.jsonl"), log)
     # Another method trains by a copy of the config with its module.
@@ -168,7 +173,8 @@ def test_real_queries_choose_the_share_and_decide(documents, model, capsys, monk
     assert run(model, "--queries", "log.jsonl", "--training", "mgh.yaml") == 0
     printed = capsys.readouterr().out
     assert "MGHCurriculumModule" in Path("mine/train.yaml").read_text()
-    assert "--data mine/queries/validation" in printed
+    assert ("--data mine/queries/validation" in printed) == (min_queries == 20)
+    assert ("0.5 of the way" in printed) >= (min_queries == 21)
     verdict = json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]
     assert verdict["num_real_queries"] >= 50
     assert not Path("mine/label_me.jsonl").exists()
