@@ -55,8 +55,8 @@ PART_BYTES = 512 << 20
 QUERY_CHUNK = 16_384
 # On a CPU, queries of a block for each list, which share its product, and scores of a block, 512 MiB, at most.
 _LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 27, 8
-# Queries whose best documents a thread chooses at a time.
-_CHOSEN_TOGETHER = 256
+# Pairs of a query and a list that a thread scores, and queries whose best documents it chooses, at a time.
+_PAIRS, _CHOSEN_TOGETHER = 16_384, 256
 GPU_MAX_DOCUMENTS = 2048
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -184,17 +184,20 @@ class _Lists:
         # All pairs of a query and a list, by list; the scores of a pair start at its place.
         order_n = np.argsort(list_QP, axis=None, kind="stable")
         query_n, list_n = order_n // num_probes, list_QP.ravel()[order_n]
-        place_n, query_nD = offset_Q[query_n] + start_QP.ravel()[order_n], torch.from_numpy(query_QD[query_n])
+        place_n = offset_Q[query_n] + start_QP.ravel()[order_n]
         bounds = [*np.flatnonzero(np.diff(list_n, prepend=-1)).tolist(), len(list_n)]
+        step = max(1, _PAIRS * (len(bounds) - 1) // len(list_n))
+        # Views of the scores by the length of a list; making one takes longer than a product.
+        views: dict[int, npt.NDArray[np.float32]] = {}
 
         def score(first: int) -> None:
-            # Views of the scores by the length of a list; making one takes longer than a product.
-            views: dict[int, npt.NDArray[np.float32]] = {}
-            for start, stop in pairwise(bounds[first : first + step + 1]):
+            places = bounds[first : first + step + 1]
+            query_nD = torch.from_numpy(query_QD[query_n[places[0] : places[-1]]])
+            for start, stop in pairwise(places):
                 vector_Dn = self._vectors.get(int(list_n[start]))
                 if vector_Dn is not None:
                     # torch is faster than numpy at products of a few rows.
-                    product_qn = query_nD[start:stop].mm(vector_Dn).numpy()
+                    product_qn = query_nD[start - places[0] : stop - places[0]].mm(vector_Dn).numpy()
                     size = product_qn.shape[1]
                     if size not in views:
                         views[size] = sliding_window_view(score_S, size, writeable=True)
@@ -218,7 +221,6 @@ class _Lists:
                 found_QK[query, :count] = score_s[column_k]
                 row_QK[query, :count] = self._row_N[first_QP[query, probe_k] + column_k]
 
-        step = -(-(len(bounds) - 1) // pool._max_workers)
         list(pool.map(score, range(0, len(bounds) - 1, step)))
         list(pool.map(choose, range(0, num_queries, _CHOSEN_TOGETHER)))
         return torch.from_numpy(found_QK), torch.from_numpy(row_QK)

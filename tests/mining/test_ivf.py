@@ -210,7 +210,7 @@ def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, mon
         assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
     for name in ("new_lists", "write_lists"):
         monkeypatch.setattr(ivf, name, None)
-    for name, value in (("_LIST_QUERIES", 1), ("_BLOCK_SCORES", 700), ("_CHOSEN_TOGETHER", 3)):
+    for name, value in (("_LIST_QUERIES", 1), ("_BLOCK_SCORES", 700), ("_PAIRS", 5), ("_CHOSEN_TOGETHER", 3)):
         monkeypatch.setattr(ivf, name, value)
     for search in (parts, build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10)):
         np.testing.assert_array_equal(search.search(queries, 5).index_QK, one_file.index_QK)
