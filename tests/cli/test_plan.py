@@ -105,7 +105,9 @@ def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
     assert sizes[1] < 4
 
 
-@pytest.mark.parametrize(("accelerator", "precision"), [("cpu", "32-true"), ("auto", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("accelerator", "precision"), [pytest.param("cpu", "32-true", marks=pytest.mark.slow), ("auto", "bf16-mixed")]
+)
 def test_a_run_on_this_cpu_is_planned_by_its_measured_rate_and_free_memory(
     accelerator: str,
     precision: str,

@@ -184,8 +184,8 @@ def test_copies_of_a_centroid_list_each_other_and_not_themselves():
     assert all(other < 6 for others in lists[:6].tolist() for other in others)
 
 
-def test_ctrl_c_ends_k_means_of_wide_vectors_within_two_seconds():
-    vectors = unit_vectors(8192, 1536)
+def test_ctrl_c_ends_k_means_of_wide_vectors_within_seconds():
+    vectors = unit_vectors(16_384, 1536)
     at_signal: list[float] = []
 
     def interrupt() -> None:
@@ -198,8 +198,9 @@ def test_ctrl_c_ends_k_means_of_wide_vectors_within_two_seconds():
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            kmeans_run(vectors, 4096)
+            kmeans_run(vectors, 8192)
     finally:
         thread.join()
         signal.signal(signal.SIGINT, previous)
-    assert time.process_time() - at_signal[0] < 2.0
+    # A block takes half a second, and two beside other work; the whole assignment takes four.
+    assert time.process_time() - at_signal[0] < 3.0
