@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from embeddings.cli import quickstart
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.quickstart import SPLITS, score_table
@@ -263,3 +264,19 @@ def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     line = ["prepare", "docstrings", "--output", str(tmp_path)]
     assert_refused(capsys, tmp_path, "must be new, empty or written by this library", main, line)
+
+
+def test_the_quickstart_resumes_its_training(monkeypatch):
+    class Trained(Exception):
+        pass
+
+    def train(words):
+        raise Trained(*words)
+
+    for name in ("prepare_docstrings", "read_retrieval_folder", "score_bm25"):
+        monkeypatch.setattr(quickstart, name, lambda *_: {})
+    monkeypatch.setattr(quickstart, "score_model", lambda *_: ({}, None))
+    monkeypatch.setattr("embeddings.cli.fit.run_trainer", train)
+    with pytest.raises(Trained) as found:
+        quickstart.quickstart()
+    assert found.value.args == ("fit", "--config", quickstart.CONFIG, "--ckpt_path", "auto")
