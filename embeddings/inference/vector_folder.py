@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
+from json.encoder import encode_basestring_ascii as quoted
 from os import PathLike
 from pathlib import Path
 from threading import RLock
@@ -67,9 +68,8 @@ def read_corpus(
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
     A row has `_id`, `title` and `text` as in BEIR; only `text` is required. `id` is used where there is no `_id`, and
-    the row number, from 0, where there is neither. `columns` maps these fields to columns with other names. An
-    `InputError` names file and row of an invalid row, and, after the last row, of a repeated id. `show_progress` draws
-    a bar.
+    the row number, from 0, where there is neither. `columns` maps these fields to other names. `show_progress` draws a
+    bar. An `InputError` names file and row of an invalid row, and, after the last row, of a repeated id.
     """
     hashes = array("q")
     for _, document in _corpus_rows(path, columns, show_progress):
@@ -494,7 +494,7 @@ def _missing_shards(
 
 def _tokeniser(tokenizer: TextTokenizer, role: TextRole, prompt: str) -> Callable[[_ShardTexts], _ShardTexts]:
     def tokenise(item: _ShardTexts) -> _ShardTexts:
-        blocks = text_blocks([document.text for document in item.documents])
+        blocks = text_blocks([text for _, text in item.documents])
         return item._replace(tokens=[tokenizer(block, role, prompt) for block in blocks])
 
     return tokenise
@@ -510,16 +510,16 @@ def _encode_shard(
     (corpus, prompt_name, role, context, mini_batch_tokens), (shard, documents, tokens) = options, item
     encoder = encoder.with_mini_batch_tokens(mini_batch_tokens)
     encoder.compile_for(shards.num_rows)
-    texts = [document.text for document in documents]
-    vectors = encoder.encode(texts, prompt_name, context, role=role, tokenised=tokens)
+    vectors = encoder.encode([text for _, text in documents], prompt_name, context, role=role, tokenised=tokens)
     stored = stored_rows(vectors, shards.vector_format, corpus, shards.rows(shard).start + 1)
     _write_shard(shards, shard, documents, stored)
     return len(documents)
 
 
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:
-    lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
-    write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
+    # `json.dumps` would take five times as long.
+    lines = [f'{{"_id": {quoted(document_id)}, "text": {quoted(text)}}}\n' for document_id, text in documents]
+    write_text(_documents_path(shards.folder, shard), "".join(lines))
     check_disk_space(shards.path(shard), stored.nbytes)
     # The vectors are written last: if they exist, the shard is complete.
     with atomic_path(shards.path(shard)) as temporary:
