@@ -122,7 +122,8 @@ def kmeans_run(
     from the same centroids as on a CPU, and `gpu` names the library: torch on the first GPU, or faiss on all.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
-        Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster.
+        Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster;
+        on a CPU, more than 4,096 centroids are compared in groups (see `NearestCentroids`).
     """
     check_num_clusters(num_clusters, len(vectors))
     if num_iterations < 1:
@@ -146,7 +147,8 @@ def kmeans_run(
     size = _block_rows(centroids, gpu)
     with progress_bar(num_iterations * num_vectors, title, "vector", unit_scale=True) as bar:
         for _ in range(num_iterations):
-            index = _index(centroids, gpu)
+            with bar.item(0):
+                index = _index(centroids, gpu)
             for start in range(0, num_vectors, size):
                 block = slice(start, min(start + size, num_vectors))
                 score_n1, nearest_n1 = index.search(vectors[block], 1)
@@ -200,7 +202,10 @@ def num_duplicates(centroids: NDArray[np.float32]) -> int:
 def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: GpuLibrary | None = None
 ) -> NDArray[np.int32]:
-    """The index of the centroid with the largest inner product with each vector, exact, (n,) int32."""
+    """The index of the centroid with the largest inner product with each vector, (n,) int32.
+
+    Exact on a GPU and for up to 4,096 centroids; more are compared in groups (see `NearestCentroids`).
+    """
     index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     nearest = [index.search(vectors[start : start + size], 1)[1][:, 0] for start in range(0, len(vectors), size)]
@@ -231,9 +236,13 @@ def neighbour_lists(
 def _block_rows(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> int:
     """The number of vectors that are compared with the centroids in one call."""
     num_centroids, width = centroids.shape
-    rows: int = _BLOCK_SCORES // num_centroids
-    if not gpu:
-        rows = min(rows, _BLOCK_PRODUCTS // (num_centroids * width))
+    if gpu:
+        rows: int = _BLOCK_SCORES // num_centroids
+    else:
+        from embeddings.mining.lists import MAX_UNGROUPED
+
+        num_compared = min(num_centroids, MAX_UNGROUPED)
+        rows = min(_BLOCK_SCORES, _BLOCK_PRODUCTS // width) // num_compared
     # Blocks of faiss and of matrix products stay full, so that the sums do not depend on the size.
     return rows // 4096 * 4096 or max(512, min(rows, 2048) // 512 * 512)
 
@@ -243,9 +252,11 @@ def _index(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> Any:
         from embeddings.mining.torch_kmeans import DeviceCentroids
 
         return DeviceCentroids(centroids, "cuda")
-    faiss = load_faiss(gpu == "faiss")
-    index = faiss.IndexFlatIP(centroids.shape[1])
     if gpu == "faiss":
-        index = faiss.index_cpu_to_all_gpus(index)
-    index.add(centroids)
-    return index
+        faiss = load_faiss(gpu=True)
+        index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(centroids.shape[1]))
+        index.add(centroids)
+        return index
+    from embeddings.mining.lists import NearestCentroids
+
+    return NearestCentroids(centroids)

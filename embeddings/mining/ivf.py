@@ -2,15 +2,12 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import (
@@ -39,24 +36,17 @@ from embeddings.mining.faiss_library import (
     new_lists,
     write_lists,
 )
+from embeddings.mining.lists import CENTROIDS_PER_GROUP, ITERATIONS, MAX_UNGROUPED, Lists, NearestCentroids
 from embeddings.mining.search import Floats, Rows, check_search
 
 SAMPLE_PER_LIST = 64
-ITERATIONS = 10
 PROBES, GROUPED_PROBES = 32, 48
-# More lists than this are grouped: trained group by group, and found among the centroids of the nearest groups.
-UNGROUPED_LISTS = 4096
-LISTS_PER_GROUP, GROUP_PROBES = 128, 32
 # Vectors of the first k-means for each group.
 SAMPLE_PER_GROUP = 256
 # Vectors of a file of lists, which are in memory while it is written.
 PART_BYTES = 512 << 20
 # faiss on a GPU fails or aborts with more than 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
-# On a CPU, queries of a block for each list, which share its product, and scores of a block, 512 MiB, at most.
-_LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 27, 8
-# Pairs of a query and a list that a thread scores, and queries whose best documents it chooses, at a time.
-_PAIRS, _CHOSEN_TOGETHER = 16_384, 256
 GPU_MAX_DOCUMENTS = 2048
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
@@ -79,8 +69,8 @@ class IvfSearch:
     ) -> None:
         self.documents, self.centroid_CD, self.num_probes, self.gpu = documents, centroid_CD, num_probes, gpu
         self._parts, self._faiss = parts, load_faiss(gpu)
-        self._nearest = NearestLists(centroid_CD)
-        self._lists = None if gpu else _Lists(parts)
+        self._nearest = NearestCentroids(centroid_CD)
+        self._lists = None if gpu else Lists(parts)
         self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
@@ -99,131 +89,6 @@ class IvfSearch:
                 found = index.search_preassigned(query_QD[chunk], count, list_QP[chunk], score_QP[chunk])
                 best.add(number, *_found(*found))
         return best.result()
-
-
-class NearestLists:
-    """The lists whose centroids are nearest to vectors; many centroids are compared only in the nearest groups."""
-
-    def __init__(self, centroid_CD: Floats) -> None:
-        faiss, (num_lists, width) = load_faiss(), centroid_CD.shape
-        self.all = faiss.IndexFlatIP(width)
-        self.all.add(centroid_CD)
-        self._grouped: _Lists | None = None
-        if num_lists > UNGROUPED_LISTS:
-            self._groups = faiss.IndexFlatIP(width)
-            number = num_lists // LISTS_PER_GROUP
-            self._groups.add(kmeans_run(centroid_CD, number, num_iterations=ITERATIONS).centroids)
-            members = new_lists(self._groups, number)
-            members.add(centroid_CD)
-            self._grouped = _Lists([members])
-
-    def search(self, vector_ND: Floats, number: int) -> tuple[Floats, Rows]:
-        """Scores and numbers of the nearest lists of each vector, (N, `number`), nearest first."""
-        if self._grouped is None:
-            score_NP, list_NP = self.all.search(vector_ND, number)
-            return score_NP, list_NP
-        group_NP = self._groups.search(vector_ND, min(GROUP_PROBES, self._groups.ntotal))[1]
-        found = self._grouped.search(vector_ND, group_NP, number)
-        # The nearest groups may have fewer lists.
-        missing = ((0, 0), (0, number - found.index_QK.shape[1]))
-        score_NP, list_NP = np.pad(found.score_QK, missing), np.pad(found.index_QK, missing, constant_values=-1)
-        if len(few := np.flatnonzero((list_NP < 0).any(axis=1))):
-            score_NP[few], list_NP[few] = self.all.search(vector_ND[few], number)
-        return score_NP, list_NP
-
-
-class _Lists:
-    """The vectors of inverted lists, as views of their memory; each list is in one part.
-
-    faiss reads every list again for each query; here all queries of a block share one product with a list.
-    """
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        swig_view, width = load_faiss().rev_swig_ptr, parts[0].d
-        # The views are valid while the parts exist.
-        self._parts = parts
-        self._size_C = np.zeros(parts[0].nlist, np.int64)
-        self._vectors: dict[int, torch.Tensor] = {}
-        rows: dict[int, Rows] = {}
-        for part in parts:
-            lists = part.invlists
-            for number in range(part.nlist):
-                if size := lists.list_size(number):
-                    codes = swig_view(lists.get_codes(number), 4 * width * size)
-                    rows[number] = swig_view(lists.get_ids(number), size)
-                    self._vectors[number] = torch.from_numpy(codes.view(np.float32).reshape(-1, width)).T
-                    self._size_C[number] = size
-        self._start_C = np.cumsum(self._size_C) - self._size_C
-        self._row_N: Rows = np.concatenate([rows[number] for number in sorted(rows)])
-
-    def search(self, query_QD: Floats, list_QP: Rows, top_k: int) -> TopK:
-        """The best documents of each query in its lists, by blocks of queries with lists in common."""
-        order_Q = np.argsort(list_QP[:, 0], kind="stable")
-        query_QD, list_QP = query_QD[order_Q], list_QP[order_Q]
-        num_lists, num_probes = len(self._size_C), list_QP.shape[1]
-        # A long list is near more queries than a short one.
-        documents_searched = num_probes * int(np.square(self._size_C).sum()) // len(self._row_N)
-        block = min(_LIST_QUERIES * num_lists // num_probes, _BLOCK_SCORES // max(1, documents_searched))
-        best = BestDocuments(len(query_QD), top_k, max(_LIST_QUERIES, block))
-        with ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS)) as pool:
-            for number, chunk in enumerate(progress_bar(None, "search", "block", iterable=best.chunks)):
-                best.add(number, *self._best(query_QD[chunk], list_QP[chunk], top_k, pool))
-        found, place_Q = best.result(), np.argsort(order_Q)
-        return TopK(found.score_QK[place_Q], found.index_QK[place_Q])
-
-    def _best(
-        self, query_QD: Floats, list_QP: Rows, top_k: int, pool: ThreadPoolExecutor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and rows of each query's best documents in its lists, (Q, K); the score of missing ones is -inf."""
-        num_queries, num_probes = list_QP.shape
-        end_QP = self._size_C[list_QP].cumsum(axis=1)
-        start_QP = end_QP - self._size_C[list_QP]
-        # The scores of one query after another; those with its lists by list.
-        offset_Q = np.concatenate([np.zeros(1, np.int64), end_QP[:, -1].cumsum()])
-        score_S = np.empty(offset_Q[-1], np.float32)
-        # All pairs of a query and a list, by list; the scores of a pair start at its place.
-        order_n = np.argsort(list_QP, axis=None, kind="stable")
-        query_n, list_n = order_n // num_probes, list_QP.ravel()[order_n]
-        place_n = offset_Q[query_n] + start_QP.ravel()[order_n]
-        bounds = [*np.flatnonzero(np.diff(list_n, prepend=-1)).tolist(), len(list_n)]
-        step = max(1, _PAIRS * (len(bounds) - 1) // len(list_n))
-        # Views of the scores by the length of a list; making one takes longer than a product.
-        views: dict[int, npt.NDArray[np.float32]] = {}
-
-        def score(first: int) -> None:
-            places = bounds[first : first + step + 1]
-            query_nD = torch.from_numpy(query_QD[query_n[places[0] : places[-1]]])
-            for start, stop in pairwise(places):
-                vector_Dn = self._vectors.get(int(list_n[start]))
-                if vector_Dn is not None:
-                    # torch is faster than numpy at products of a few rows.
-                    product_qn = query_nD[start - places[0] : stop - places[0]].mm(vector_Dn).numpy()
-                    size = product_qn.shape[1]
-                    if size not in views:
-                        views[size] = sliding_window_view(score_S, size, writeable=True)
-                    views[size][place_n[start:stop]] = product_qn
-
-        first_QP = self._start_C[list_QP] - start_QP
-        found_QK, row_QK = np.full((num_queries, top_k), -np.inf, np.float32), np.zeros((num_queries, top_k), np.int64)
-
-        def choose(first: int) -> None:
-            for query in range(first, min(first + _CHOSEN_TOGETHER, num_queries)):
-                score_s = score_S[offset_Q[query] : offset_Q[query + 1]]
-                count = min(top_k, len(score_s))
-                if count == 1:
-                    column_k = np.array([score_s.argmax()])
-                elif count < len(score_s):
-                    column_k = score_s.argpartition(len(score_s) - count)[len(score_s) - count :]
-                else:
-                    column_k = np.arange(count)
-                # The list of a column is the first that ends behind it.
-                probe_k = end_QP[query].searchsorted(column_k, side="right")
-                found_QK[query, :count] = score_s[column_k]
-                row_QK[query, :count] = self._row_N[first_QP[query, probe_k] + column_k]
-
-        list(pool.map(score, range(0, len(bounds) - 1, step)))
-        list(pool.map(choose, range(0, num_queries, _CHOSEN_TOGETHER)))
-        return torch.from_numpy(found_QK), torch.from_numpy(row_QK)
 
 
 def _found(score_QK: Floats, row_QK: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,7 +139,7 @@ def build_ivf(
     training.finish()
     centroid_CD = load_shard(training.path(0))
 
-    nearest = NearestLists(centroid_CD)
+    nearest = NearestCentroids(centroid_CD)
 
     def assign(shard: int, path: Path) -> None:
         save_array(path, nearest.search(documents.load(shard), 1)[1][:, 0].astype(np.int32))
@@ -312,7 +177,7 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
         rule = f"must be between 1 and the {num_documents} documents"
         raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
     if num_probes is None:
-        num_probes = min(GROUPED_PROBES if num_lists > UNGROUPED_LISTS else PROBES, num_lists)
+        num_probes = min(GROUPED_PROBES if num_lists > MAX_UNGROUPED else PROBES, num_lists)
     if not 1 <= num_probes <= num_lists:
         raise OptionError("num_probes", num_probes, f"must be between 1 and the {num_lists} lists", "lower it")
     return num_lists, num_probes
@@ -334,9 +199,9 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
             vector_nD, number, num_iterations=ITERATIONS, seed=lists_seed, gpu="faiss" if gpu else None
         ).centroids
 
-    if num_lists <= UNGROUPED_LISTS:
+    if num_lists <= MAX_UNGROUPED:
         return train(sample_nD, num_lists)
-    num_groups = num_lists // LISTS_PER_GROUP
+    num_groups = num_lists // CENTROIDS_PER_GROUP
     step = max(1, len(sample_nD) // (num_groups * SAMPLE_PER_GROUP))
     group_n = nearest_centroids(sample_nD, train(np.ascontiguousarray(sample_nD[::step]), num_groups))
     order_n, size_G = np.argsort(group_n, kind="stable"), np.bincount(group_n, minlength=num_groups)
@@ -410,7 +275,7 @@ def build_index(
     # Each vector in float32 with its row in 64 bits, and the centroids.
     check_disk_space(path, folder.num_documents * (4 * folder.embedding_dim + 8) + 4 * num_lists * folder.embedding_dim)
     row_n = sample_rows(folder.num_documents, num_lists, seed)
-    nearest = NearestLists(train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed))
+    nearest = NearestCentroids(train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed))
     lists = new_lists(nearest.all, num_lists)
     for vector_ND in _with_progress(folder, "adding vectors"):
         rows = np.arange(lists.ntotal, lists.ntotal + len(vector_ND))

@@ -12,7 +12,7 @@ import pytest
 from tqdm import tqdm
 
 from embeddings.common import InputError, MissingExtraError, OptionError
-from embeddings.mining import faiss_library
+from embeddings.mining import faiss_library, lists
 from embeddings.mining.faiss_library import kmeans_run, load_faiss, neighbour_lists, spherical_kmeans
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 from tests.helpers.processes import run_command
@@ -111,6 +111,24 @@ def test_runs_equal_the_best_of_three_of_faiss(num_iterations):
     runs = [kmeans_run(vectors, 12, run, num_iterations, seed=5).objective for run in range(3)]
     assert len(set(runs)) == 3
     assert found.objective == max(runs)
+
+
+def test_many_centroids_are_compared_in_groups_and_all_groups_change_nothing(monkeypatch):
+    vectors = blobs(60, 40, spread=0.4)
+    exact, near = kmeans_run(vectors, 120, num_iterations=5), neighbour_lists(vectors[:100], 5)
+    monkeypatch.setattr(lists, "MAX_UNGROUPED", 50)
+    monkeypatch.setattr(lists, "CENTROIDS_PER_GROUP", 10)
+    monkeypatch.setattr(lists, "GROUP_PROBES", 12)
+    compared, best = [], lists.Lists.best
+    monkeypatch.setattr(lists.Lists, "best", lambda *args: (compared.append(args[2].shape[1]), best(*args))[1])
+    every = kmeans_run(vectors, 120, num_iterations=5)
+    np.testing.assert_allclose(every.centroids, exact.centroids, atol=1e-6)
+    assert every.objective == pytest.approx(exact.objective, rel=1e-6)
+    monkeypatch.setattr(lists, "GROUP_PROBES", 3)
+    few = kmeans_run(vectors, 120, num_iterations=5)
+    assert 0.99 * exact.objective < few.objective != exact.objective
+    assert np.mean(neighbour_lists(vectors[:100], 5) == near) > 0.5
+    assert compared == [12] * 5 + [3] * 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from embeddings.common.jobs import ArrayTask, save_array
 from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import VectorFolder, stored_rows
-from embeddings.mining import ivf
+from embeddings.mining import ivf, lists
 from embeddings.mining.ivf import INDEX_FILE, build_index, build_ivf, recall_of, sample_rows
 from embeddings.mining.ivf import VectorIndex as Index
 from embeddings.mining.search import ExactSearch
@@ -182,16 +182,18 @@ def test_grouped_lists_find_nearly_the_same_documents_and_all_if_all_are_searche
         return np.mean([len(set(rows) & set(best)) / 10 for rows, best in pairs])
 
     ungrouped = recall("one", 8)
-    monkeypatch.setattr(ivf, "UNGROUPED_LISTS", 50)
-    monkeypatch.setattr(ivf, "LISTS_PER_GROUP", 10)
-    monkeypatch.setattr(ivf, "GROUP_PROBES", 4)
+    monkeypatch.setattr(lists, "MAX_UNGROUPED", 50)
+    monkeypatch.setattr(lists, "CENTROIDS_PER_GROUP", 10)
+    monkeypatch.setattr(lists, "GROUP_PROBES", 4)
     assert recall("grouped", 8) > ungrouped - 0.05 > 0.7
     assert recall("grouped", 100) == 1.0
     centroids = ivf.train_centroids(clustered(4000), 100, seed=0)
     assert centroids.shape == (100, 16)
-    nearest = ivf.NearestLists(centroids)
-    first = nearest.search(queries, 1)[1]
-    assert np.mean(first == nearest.all.search(queries, 1)[1]) > 0.95
+    nearest = lists.NearestCentroids(centroids)
+    score_Q1, first_Q1 = nearest.search(queries, 1)
+    assert np.mean(first_Q1 == nearest.all.search(queries, 1)[1]) > 0.95
+    np.testing.assert_array_equal(first_Q1[:, 0], nearest.search(queries, 2)[1][:, 0])
+    np.testing.assert_allclose(score_Q1[:, 0], np.einsum("qd,qd->q", queries, centroids[first_Q1[:, 0]]), atol=1e-6)
     # Four groups have fewer than 100 lists: all are compared.
     np.testing.assert_array_equal(np.sort(nearest.search(queries, 100)[1]), np.tile(np.arange(100), (100, 1)))
 
@@ -211,7 +213,7 @@ def test_tasks_and_parts_change_nothing_and_lists_are_written_once(tmp_path, mon
     for name in ("new_lists", "write_lists"):
         monkeypatch.setattr(ivf, name, None)
     for name, value in (("_LIST_QUERIES", 1), ("_BLOCK_SCORES", 700), ("_PAIRS", 5), ("_CHOSEN_TOGETHER", 3)):
-        monkeypatch.setattr(ivf, name, value)
+        monkeypatch.setattr(lists, name, value)
     for search in (parts, build_ivf(documents, tmp_path / "parts", num_probes=3, num_lists=10)):
         np.testing.assert_array_equal(search.search(queries, 5).index_QK, one_file.index_QK)
 
