@@ -92,7 +92,7 @@ class Preemption(L.Callback):
         code = trainer.strategy.broadcast(stop.exit_code)
         # Lightning would kill this process when another rank that it started ends, which all of them do now.
         getattr(trainer.strategy.launcher, "procs", []).clear()
-        raise PreemptedError(stop.line, code)
+        raise PreemptedError(stop.why, code, stop.checkpoint)
 
 
 def _write_checkpoint(trainer: L.Trainer) -> str:

@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import IO
 
 from embeddings.common import NumericError, PreemptedError, UserError
-from embeddings.common.errors import SeveralErrors, WorkerError, is_panic
-from embeddings.common.process import RESUME
+from embeddings.common.errors import RESUME, SeveralErrors, WorkerError, is_panic
 from embeddings.common.text import one_line
 
 EXIT_OK, EXIT_BUG, EXIT_INPUT, EXIT_FAILED, EXIT_IO, EXIT_INTERRUPTED, EXIT_NO_READER = 0, 1, 2, 70, 74, 130, 141
@@ -68,8 +67,8 @@ def _run(command: Callable[[], None], is_resuming: bool) -> int:
     except PreemptedError as stop:
         if stop.line:
             how = "interrupted" if stop.exit_code == EXIT_INTERRUPTED else "preempted"
-            what, resumes_by_option, _ = stop.line.partition(RESUME)
-            line = f"{what}the same command continues there" if resumes_by_option and is_resuming else stop.line
+            finds_it = is_resuming and stop.checkpoint is not None
+            line = f"{stop.why}; the same command continues there" if finds_it else stop.line
             _say(f"{how}: {one_line(line, limit=600)}")
         return stop.exit_code
     except SystemExit as stop:

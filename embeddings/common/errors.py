@@ -1,6 +1,7 @@
 """User errors and run failures, with the exit code of each."""
 
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -117,17 +118,29 @@ class WorkerError(RuntimeError):
     exit_code = 70
 
 
+# How a run of `fit` is resumed, at the end of the line that says why it stopped.
+RESUME = "resume with --ckpt_path"
+
+
 class PreemptedError(SystemExit):
     """A signal ended the run early; not an `Exception`, so that retries do not treat it as a failure.
 
     Args:
-        line: What was saved and how to resume; empty on all ranks but the first.
+        why: Where the run stopped; empty on all ranks but the first.
         code: 75 if the job is requeued or the signal announces it, 130 after Ctrl-C, 143 after SIGTERM.
+        checkpoint: The checkpoint that `fit` resumes from, if any.
     """
 
-    def __init__(self, line: str, code: int) -> None:
+    def __init__(self, why: str, code: int, checkpoint: str | os.PathLike[str] | None = None) -> None:
         super().__init__(code)
-        self.line, self.exit_code = line, code
+        self.why, self.exit_code, self.checkpoint = why, code, checkpoint
+
+    @property
+    def line(self) -> str:
+        """Where the run stopped and how to resume it, empty on all ranks but the first."""
+        if not self.why or self.checkpoint is None:
+            return self.why
+        return f"{self.why}; {RESUME} {shlex.quote(os.fspath(self.checkpoint))}"
 
 
 def is_panic(error: BaseException) -> bool:

@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import platform
-import shlex
 import signal
 import subprocess
 import sys
@@ -302,10 +301,6 @@ def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-# How a run of `fit` is resumed, at the end of the line that says why it stopped.
-RESUME = "resume with --ckpt_path"
-
-
 def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
     """Requeue the job from the run's first process; returns the error that ends the run, stopped at `where`."""
     # After Ctrl-C the user does not want the job requeued.
@@ -316,9 +311,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
     parts = [f"{signal.Signals(number).name}: {where}"]
     if job:
         parts.append(f"scontrol requeue {job} failed ({refusal})" if refusal else f"job {job} is queued again")
-    if checkpoint is not None:
-        parts.append(f"{RESUME} {shlex.quote(str(checkpoint))}")
-    return PreemptedError("; ".join(parts), exit_code(number, requeued=bool(job) and not refusal))
+    return PreemptedError("; ".join(parts), exit_code(number, requeued=bool(job) and not refusal), checkpoint)
 
 
 def exit_description(code: int) -> str:

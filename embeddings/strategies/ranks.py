@@ -14,7 +14,8 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from torch.distributed.constants import default_pg_timeout
 
 from embeddings.common import OptionError
-from embeddings.common.process import RESUME, exit_description
+from embeddings.common.errors import RESUME
+from embeddings.common.process import exit_description
 
 TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.25
