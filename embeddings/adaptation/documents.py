@@ -28,10 +28,10 @@ from embeddings.adaptation.markup import (
     read_html,
     read_markdown,
     read_python,
-    read_rst,
     read_text,
     word_set,
 )
+from embeddings.adaptation.restructured import read_rst
 from embeddings.common.errors import InputError, MissingExtraError, require
 from embeddings.common.text import one_line
 from embeddings.data.readers import blocks_of, open_reader

@@ -1,4 +1,4 @@
-"""Documents as plain text in blocks under a trail of headings: Markdown, HTML, reStructuredText, text, source code."""
+"""Documents as plain text in blocks under a trail of headings: Markdown, HTML, text, source code."""
 
 import ast
 import posixpath
@@ -267,7 +267,8 @@ class _Page:
             if block in ("td", "th"):
                 self._cells.append(" ".join(text.split()))
                 return
-            marked = f"{self._marker}{text.strip()}" if self._marker else textwrap.indent(text.rstrip(), "  ")
+            is_first = self._marker or block == "caption"
+            marked = f"{self._marker}{text.strip()}" if is_first else textwrap.indent(text.rstrip(), "  ")
             self._lines.append(textwrap.indent(marked, "  " * (len(self._lists) - 1)))
             self._marker = ""
 
@@ -280,117 +281,6 @@ class _Page:
         self._end_row()
         self._builder.add("lines", "\n".join(self._lines), self._line_links)
         self._lists, self._lines, self._line_links = [], [], []
-
-
-_ADORNMENT = re.compile(r"([=\-`:'\"~^_*+#<>.!$%&,/;?@\\|])\1{2,}\s*$")
-_DIRECTIVE = re.compile(r"\.\.\s+(?:\|[^|]+\|\s+)?([\w:.+-]+?)::\s*(.*)$")
-_DROPPED_DIRECTIVES = word_set(
-    "toctree image figure include literalinclude index contents autosummary automodule autoclass autofunction raw role"
-    " currentmodule module highlight meta tabularcolumns only plot graphviz default-role sectionauthor"
-)
-_CODE_DIRECTIVES = word_set("code code-block sourcecode literal parsed-literal math testcode doctest ipython")
-_LIST_ITEM = re.compile(r"([-*+•]|\(?(?:\d+|#|[a-zA-Z])[.)]|:[^:\n]+:)\s")
-_ROLES = (
-    (re.compile(r":[\w:.+-]+:`([^`<]+?)\s*<[^`>]*>`"), r"\1"),
-    (re.compile(r":[\w:.+-]+:`~(?:[^`]*\.)?([^`]+)`"), r"\1"),
-    (re.compile(r":[\w:.+-]+:`!?([^`]+)`"), r"\1"),
-    (re.compile(r"`([^`<]+?)\s*<[^`>]*>`_{1,2}"), r"\1"),
-    (re.compile(r"``(.+?)``"), r"\1"),
-    (re.compile(r"`([^`]+)`_{0,2}"), r"\1"),
-    (re.compile(r"(?<![\w*])(\*{1,2})(?=\S)([^*\n]+?)(?<=\S)\1(?![\w*])"), r"\2"),
-    (re.compile(r"\s?\[[#\w-]+\]_"), ""),
-    (re.compile(r"(?<!\w)\|([A-Za-z][\w ]*)\|(?!\w)"), r"\1"),
-)
-
-
-def read_rst(text: str) -> Document:
-    """reStructuredText, also with Sphinx' directives and roles, without its markup."""
-    builder = Builder()
-    _add_rst(text.expandtabs(8).split("\n"), builder, [])
-    return builder.document()
-
-
-def _add_rst(lines: list[str], builder: Builder, adornments: list[tuple[str, bool]]) -> None:
-    """Add the blocks of some lines; the order in which adornments of headings are met gives their levels."""
-    row, is_literal = 0, False
-    while row < len(lines):
-        line = lines[row]
-        if not line.strip():
-            row += 1
-            continue
-        has_overline = bool(_ADORNMENT.match(line)) and row + 2 < len(lines) and _is_title(lines[row + 1 : row + 3])
-        title = lines[row + 1 : row + 3] if has_overline else lines[row : row + 2]
-        if has_overline or _is_title(title):
-            adornment = (title[1].strip()[0], has_overline)
-            adornments += [] if adornment in adornments else [adornment]
-            builder.heading(adornments.index(adornment) + 1, _plain_rst(title[0]))
-            row += 2 + has_overline
-            continue
-        if line[0].isspace():
-            body, row = _indented(lines, row)
-            if is_literal:
-                builder.add("lines", "\n".join(body))
-            else:
-                _add_rst(body, builder, adornments)
-            is_literal = False
-            continue
-        is_literal = False
-        if re.match(r"\.\.(\s|$)", line):
-            body, row = _indented(lines, row + 1)
-            _add_directive(line, body, builder, adornments)
-            continue
-        end = row
-        while end < len(lines) and lines[end].strip() and not (end > row and lines[end].startswith(".. ")):
-            end += 1
-        is_literal = lines[end - 1].rstrip().endswith("::")
-        _add_paragraph(lines[row:end], builder)
-        row = end
-
-
-def _is_title(pair: Sequence[str]) -> bool:
-    """Whether the second line underlines the first one."""
-    if len(pair) < 2 or not pair[0].strip() or not _ADORNMENT.match(pair[1]) or _ADORNMENT.match(pair[0]):
-        return False
-    return len(pair[1].strip()) >= min(len(pair[0].strip()), 4) and "  " not in pair[1].strip()
-
-
-def _indented(lines: list[str], row: int) -> tuple[list[str], int]:
-    """The indented or blank lines from a row on, without their indentation, and the row after them."""
-    end = row
-    while end < len(lines) and (not lines[end].strip() or lines[end][0].isspace()):
-        end += 1
-    return textwrap.dedent("\n".join(lines[row:end])).rstrip().split("\n"), end
-
-
-def _add_directive(line: str, body: list[str], builder: Builder, adornments: list[tuple[str, bool]]) -> None:
-    directive = _DIRECTIVE.match(line)
-    if directive is None or directive[1] in _DROPPED_DIRECTIVES:
-        return
-    while body and re.match(r":[\w-]+:", body[0]):
-        del body[0]
-    if directive[1] in _CODE_DIRECTIVES:
-        builder.add("lines", "\n".join(body))
-        return
-    _add_rst([directive[2], *body], builder, adornments)
-
-
-def _add_paragraph(lines: list[str], builder: Builder) -> None:
-    text = "\n".join(lines)
-    is_table = any(re.match(r"(=+( +=+)+|[+][-=+]+[+])\s*$", line) for line in lines)
-    if is_table:
-        rows = [line.strip() for line in lines if not re.match(r"[\s=+-]+$", line)]
-        builder.add("lines", _plain_rst("\n".join(rows)))
-    elif _LIST_ITEM.match(text) or text.startswith((">>>", "|")):
-        builder.add("lines", _plain_rst(text) if not text.startswith(">>>") else text)
-    elif text.strip() != "::":
-        # `::` announces a literal block: a colon remains of it, unless it stands apart.
-        builder.add("prose", re.sub(r" ::$|(?<=:):$", "", _plain_rst(" ".join(text.split()))))
-
-
-def _plain_rst(text: str) -> str:
-    for pattern, replacement in _ROLES:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def read_python(source: str, name: str) -> Document:

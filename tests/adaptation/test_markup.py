@@ -1,8 +1,10 @@
 """The blocks of Markdown, HTML, reStructuredText, plain text and source code, with expectations written by hand."""
 
 import pytest
+from docutils.parsers.rst import directives
 
-from embeddings.adaptation.markup import read_code, read_html, read_markdown, read_python, read_rst, read_text
+from embeddings.adaptation.markup import read_code, read_html, read_markdown, read_python, read_text
+from embeddings.adaptation.restructured import read_rst
 
 
 def parts(document):
@@ -156,9 +158,61 @@ def test_rst_becomes_blocks_without_markup():
         ("Library > Usage", "run(1)"),
         ("Library > Usage", "- first\n- second, see name"),
         ("Library > Usage", "x = 1"),
-        ("Library > Usage", "a     b\n1     2"),
+        ("Library > Usage", "a | b\n1 | 2"),
         ("Library > Usage", "...and so on."),
     ]
+
+
+RST_WITH_LISTS = """\
+:tocdepth: 2
+
+1. Install it::
+
+      pip install it
+
+   .. versionadded:: 2.0
+2. Name\\ s of :class:`the title <pkg.mod>`, see [1]_ and missing_.
+
+.. list-table:: Removed
+   :anything: of Sphinx
+
+   * - old
+     - new
+   * - a
+     - b
+
+.. csv-table::
+
+   "not closed
+
+.. py:function:: run(x)
+   :no-index:
+
+   Runs ``x``.
+
+.. [1] A footnote.
+.. include:: {path}
+.. csv-table::
+   :file: {path}
+"""
+
+
+def test_rst_keeps_lists_and_tables_whole_and_reads_no_other_file(tmp_path):
+    (tmp_path / "secret.txt").write_text("secret,values")
+    document = read_rst(RST_WITH_LISTS.format(path=tmp_path / "secret.txt"))
+    assert parts(document) == [
+        (
+            "",
+            "1. Install it:\n\n  pip install it\n  2.0\n2. Names of the title, see and missing.",
+        ),
+        ("", "Removed\nold | new\na | b"),
+        ("", '.. csv-table::\n\n   "not closed'),
+        ("", "run(x)"),
+        ("", "Runs x."),
+        ("", "[1] | A footnote."),
+        ("", f".. csv-table::\n   :file: {tmp_path / 'secret.txt'}"),
+    ]
+    assert directives.directive.__module__ == "docutils.parsers.rst.directives"
 
 
 def test_text_becomes_its_paragraphs_unchanged():
