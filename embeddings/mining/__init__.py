@@ -8,9 +8,9 @@ from embeddings.common.process import lazy_names
 if TYPE_CHECKING:
     from embeddings.mining.clusters import Bm25Features, ClusterSettings, PairFeatures, VectorFeatures, cluster_pairs
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
-    from embeddings.mining.faiss_library import KMeans, spherical_kmeans
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs, rank_pairs
     from embeddings.mining.ivf import IvfSearch, VectorIndex, build_index, build_ivf, recall_of
+    from embeddings.mining.kmeans import KMeans, spherical_kmeans
     from embeddings.mining.mine import MiningReport, Reranker, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs

@@ -31,14 +31,12 @@ from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import unit_rows
-from embeddings.mining.faiss_library import (
+from embeddings.mining.faiss_library import GpuLibrary, check_gpu, faiss_version
+from embeddings.mining.kmeans import (
     NUM_ITERATIONS,
     NUM_RUNS,
-    GpuLibrary,
     KMeans,
-    check_gpu,
     check_num_clusters,
-    faiss_version,
     kmeans_run,
     nearest_centroids,
     neighbour_lists,

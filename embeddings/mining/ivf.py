@@ -27,16 +27,16 @@ from embeddings.common.random import derive_seed
 from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import BestDocuments, TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder, VectorShards
-from embeddings.mining.faiss_library import (
-    faiss_version,
+from embeddings.mining.faiss_library import faiss_version, load_faiss, map_lists, new_lists, write_lists
+from embeddings.mining.kmeans import (
+    CENTROIDS_PER_GROUP,
+    GROUP_ITERATIONS,
+    MAX_UNGROUPED,
+    NearestCentroids,
     kmeans_run,
-    load_faiss,
-    map_lists,
     nearest_centroids,
-    new_lists,
-    write_lists,
 )
-from embeddings.mining.lists import CENTROIDS_PER_GROUP, ITERATIONS, MAX_UNGROUPED, Lists, NearestCentroids
+from embeddings.mining.lists import Lists
 from embeddings.mining.search import Floats, Rows, check_search
 
 SAMPLE_PER_LIST = 64
@@ -196,7 +196,7 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
     def train(vector_nD: Floats, number: int) -> Floats:
         lists_seed = derive_seed(seed, "ivf") % 2**31
         return kmeans_run(
-            vector_nD, number, num_iterations=ITERATIONS, seed=lists_seed, gpu="faiss" if gpu else None
+            vector_nD, number, num_iterations=GROUP_ITERATIONS, seed=lists_seed, gpu="faiss" if gpu else None
         ).centroids
 
     if num_lists <= MAX_UNGROUPED:

@@ -1,4 +1,4 @@
-"""Searches on the CPU in vectors that lie in lists: the best of some lists, and the nearest of many centroids."""
+"""A search on the CPU of the vectors of inverted lists."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,56 +12,15 @@ from numpy.typing import NDArray
 
 from embeddings.common.progress import progress_bar
 from embeddings.inference.search import BestDocuments, TopK
-from embeddings.mining.faiss_library import kmeans_run, load_faiss, new_lists
+from embeddings.mining.faiss_library import load_faiss
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
-# More centroids than this are compared only in the groups nearest to a vector.
-MAX_UNGROUPED = 4096
-CENTROIDS_PER_GROUP, GROUP_PROBES = 128, 32
-ITERATIONS = 10
 # Queries of a block for each list, which share its product, and scores of a block, 512 MiB, at most.
 _LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 27, 8
 # Pairs of a query and a list that a thread scores, and queries whose best vectors it chooses, at a time.
 _PAIRS, _CHOSEN_TOGETHER = 16_384, 256
-
-
-class NearestCentroids:
-    """The centroids nearest to vectors: of all, or if there are more than 4,096, of those in the 32 nearest groups.
-
-    A group has 128 centroids on average, so that the products of a vector hardly grow with the number of centroids.
-    """
-
-    def __init__(self, centroid_CD: Floats) -> None:
-        faiss, (num_centroids, width) = load_faiss(), centroid_CD.shape
-        self.all = faiss.IndexFlatIP(width)
-        self.all.add(centroid_CD)
-        self._grouped: Lists | None = None
-        if num_centroids > MAX_UNGROUPED:
-            self._groups = faiss.IndexFlatIP(width)
-            number = num_centroids // CENTROIDS_PER_GROUP
-            self._groups.add(kmeans_run(centroid_CD, number, num_iterations=ITERATIONS).centroids)
-            members = new_lists(self._groups, number)
-            members.add(centroid_CD)
-            self._grouped = Lists([members])
-
-    def search(self, vector_ND: Floats, number: int) -> tuple[Floats, Rows]:
-        """Scores and numbers of the nearest centroids of each vector, (N, `number`), nearest first."""
-        if self._grouped is None:
-            score_NP, centroid_NP = self.all.search(vector_ND, number)
-            return score_NP, centroid_NP
-        group_NP = self._groups.search(vector_ND, min(GROUP_PROBES, self._groups.ntotal))[1]
-        if number == 1:
-            score_NP, centroid_NP = self._grouped.best(vector_ND, group_NP)
-        else:
-            found = self._grouped.search(vector_ND, group_NP, number)
-            # The nearest groups may have fewer centroids.
-            missing = ((0, 0), (0, number - found.index_QK.shape[1]))
-            score_NP, centroid_NP = np.pad(found.score_QK, missing), np.pad(found.index_QK, missing, constant_values=-1)
-        if len(few := np.flatnonzero((centroid_NP < 0).any(axis=1))):
-            score_NP[few], centroid_NP[few] = self.all.search(vector_ND[few], number)
-        return score_NP, centroid_NP
 
 
 class Lists:

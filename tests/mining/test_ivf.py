@@ -15,7 +15,7 @@ from embeddings.common.jobs import ArrayTask, save_array
 from embeddings.inference.encoder import unit_rows
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import VectorFolder, stored_rows
-from embeddings.mining import ivf, lists
+from embeddings.mining import ivf, kmeans, lists
 from embeddings.mining.ivf import INDEX_FILE, build_index, build_ivf, recall_of, sample_rows
 from embeddings.mining.ivf import VectorIndex as Index
 from embeddings.mining.search import ExactSearch
@@ -182,14 +182,16 @@ def test_grouped_lists_find_nearly_the_same_documents_and_all_if_all_are_searche
         return np.mean([len(set(rows) & set(best)) / 10 for rows, best in pairs])
 
     ungrouped = recall("one", 8)
-    monkeypatch.setattr(lists, "MAX_UNGROUPED", 50)
-    monkeypatch.setattr(lists, "CENTROIDS_PER_GROUP", 10)
-    monkeypatch.setattr(lists, "GROUP_PROBES", 4)
+    for module in (ivf, kmeans):
+        monkeypatch.setattr(module, "MAX_UNGROUPED", 50)
+    for module in (ivf, kmeans):
+        monkeypatch.setattr(module, "CENTROIDS_PER_GROUP", 10)
+    monkeypatch.setattr(kmeans, "GROUP_PROBES", 4)
     assert recall("grouped", 8) > ungrouped - 0.05 > 0.7
     assert recall("grouped", 100) == 1.0
     centroids = ivf.train_centroids(clustered(4000), 100, seed=0)
     assert centroids.shape == (100, 16)
-    nearest = lists.NearestCentroids(centroids)
+    nearest = kmeans.NearestCentroids(centroids)
     score_Q1, first_Q1 = nearest.search(queries, 1)
     assert np.mean(first_Q1 == nearest.all.search(queries, 1)[1]) > 0.95
     np.testing.assert_array_equal(first_Q1[:, 0], nearest.search(queries, 2)[1][:, 0])

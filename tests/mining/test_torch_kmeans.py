@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from embeddings.common import OptionError
-from embeddings.mining import ClusterSettings, faiss_library, spherical_kmeans, torch_kmeans
-from embeddings.mining.faiss_library import kmeans_run, nearest_centroids, neighbour_lists
+from embeddings.mining import ClusterSettings, kmeans, spherical_kmeans, torch_kmeans
+from embeddings.mining.kmeans import kmeans_run, nearest_centroids, neighbour_lists
 from embeddings.mining.torch_kmeans import DeviceCentroids, DeviceVectors, device_kmeans
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 from tests.helpers.refusals import refused
@@ -62,7 +62,7 @@ def test_a_run_reaches_the_objective_of_faiss_from_the_same_start(num_clusters, 
     order = np.empty(300, np.int32)
     faiss.rand_perm(faiss.swig_ptr(order), 300, 6)
     start = vectors[order[:num_clusters]]
-    centroids, objective = device_kmeans(vectors, start, num_iterations, faiss_library._unit_means, "cpu", "k-means")
+    centroids, objective = device_kmeans(vectors, start, num_iterations, kmeans._unit_means, "cpu", "k-means")
     options = {"spherical": True, "max_points_per_centroid": 10**6, "min_points_per_centroid": 1}
     expected = faiss.Kmeans(8, num_clusters, niter=num_iterations, seed=5, **options)
     expected.train(vectors)
@@ -74,7 +74,7 @@ def test_an_empty_cluster_gets_half_of_the_largest():
     """As with faiss: more clusters than distinct vectors."""
     vectors = np.repeat(unit_vectors(5, 8), 20, axis=0)
     start = np.concatenate([vectors[::20], vectors[:3]])
-    options = (faiss_library._unit_means, "cpu", "k-means")
+    options = (kmeans._unit_means, "cpu", "k-means")
     centroids, objective = device_kmeans(vectors, start, 3, *options)
     assert np.isfinite(centroids).all()
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, atol=1e-6)
@@ -82,7 +82,7 @@ def test_an_empty_cluster_gets_half_of_the_largest():
 
 
 def test_two_runs_are_equal_to_the_bit(cut):
-    vectors, options = unit_vectors(300, 8), (8, faiss_library._unit_means, "cpu", "k-means")
+    vectors, options = unit_vectors(300, 8), (8, kmeans._unit_means, "cpu", "k-means")
     first, second = (device_kmeans(vectors, vectors[:12], *options) for _ in range(2))
     np.testing.assert_array_equal(first[0], second[0])
     assert first[1] == second[1]
