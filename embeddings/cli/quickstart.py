@@ -129,7 +129,8 @@ def docstrings(output: Path = Path("data/docstrings"), max_rows: int | None = No
     Args:
         output: The folder to write; a finished corpus of the same inputs is reused.
         max_rows: Maximum number of training pairs, sampled evenly; evaluation folders are not limited.
-        test_only: Whether to write only `docstrings`, an evaluation folder of 200 queries and 500 functions.
+        test_only: Whether to write only two small evaluation folders: `docstrings`, 200 queries for 500 functions, and
+            `descriptions`, the summaries of the installed packages for their descriptions.
     """
     if test_only:
         refuse_given({"max_rows": max_rows}, "has no effect with --test-only")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import check_manifest, file_hash, link_or_copy, write_json_lines, write_text
+from embeddings.common.io import check_manifest, file_hash, link_or_copy, text_hash, write_json_lines, write_text
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
@@ -35,6 +35,7 @@ from embeddings.data.documented_functions import (
     sources_digest,
 )
 from embeddings.data.near_duplicates import NearDuplicates
+from embeddings.data.package_descriptions import package_descriptions
 from embeddings.data.records import Negative
 
 NEAR_DUPLICATE_JACCARD = 0.7
@@ -238,24 +239,30 @@ def prepare_docstrings(
 def prepare_docstring_test(
     output: str | os.PathLike[str], packages: Sequence[str] = HELD_OUT_PACKAGES, seed: int = 0
 ) -> Path:
-    """Write `docstrings`, a small retrieval folder of the functions of packages that every machine has.
+    """Write two small retrieval folders of packages that every machine has.
 
-    200 first sentences search 500 functions. A finished folder is reused.
+    In `docstrings`, 200 first sentences search 500 functions. In `descriptions`, the summaries of installed packages
+    search their descriptions. A finished folder is reused.
 
     Args:
         output: Folder to write: new, empty, or written by this function.
-        packages: Import names of the packages.
+        packages: Import names of the packages with the functions.
         seed: Seed of the random choices.
     """
-    folder = Path(os.path.abspath(output))
+    folder, described = Path(os.path.abspath(output)), package_descriptions()
     require_replaceable(folder, {"kind": TEST_KIND})
     sources = [source for package in sorted(packages) for source in find_sources(package)]
     inputs = {"kind": TEST_KIND, "recipe": RECIPE, "seed": seed, "input_sha256": sources_digest(sources)}
+    inputs |= {"descriptions": text_hash(json.dumps(described))}
     if finished_manifest(folder, inputs) is None:
         documents = _draw(sorted(deduplicate(_read(sources))), TEST_DOCUMENTS, seed, "test")
         queries = _draw(documents, TEST_QUERIES, seed, "test_queries")
         with replaced_folder(folder, inputs) as new:
             _write_evaluation(new / "docstrings", EvaluationSet(documents, queries))
+            searched = ({"_id": each.name, "title": "", "text": each.description} for each in described)
+            asked = ({"_id": each.name, "text": each.summary} for each in described)
+            judged = ((each.name, each.name, 1.0) for each in described)
+            write_retrieval_folder(new / "descriptions", searched, asked, judged)
     return folder
 
 

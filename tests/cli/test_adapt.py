@@ -71,11 +71,13 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     line = ["adapt", "docs", "--output", "mine", "--model", model]
     assert main(line) == 0
     printed = capsys.readouterr().out
-    # Functions of installed packages show what was forgotten.
+    # Functions and descriptions of installed packages show what was forgotten.
     assert steps(printed) == [*ALL[:5], "prepare", *ALL[5:]]
-    (general,) = json.loads(Path("mine/verdict/verdict.json").read_text())["general"]
-    assert (general["data"], general["num_rows"]) == ("general/docstrings", 200)
-    assert set(general["differences"]) >= {"trained"}
+    general = {each["data"]: each for each in json.loads(Path("mine/verdict/verdict.json").read_text())["general"]}
+    assert set(general) == {"general/docstrings", "general/descriptions"}
+    assert general["general/docstrings"]["num_rows"] == 200
+    assert general["general/descriptions"]["num_rows"] > 20
+    assert all(set(each["differences"]) >= {"trained"} for each in general.values())
     assert "Not measured on your queries" in printed
     config = yaml.safe_load(Path("mine/train.yaml").read_text())
     assert config["trainer"]["max_steps"] == 2
@@ -97,7 +99,7 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert table["id"].to_pylist() == list(rows)
     assert not Path("mine/passages.parquet.work").exists()
     # A model encodes the passages once, and those of the pseudo test once.
-    assert len(list(Path("mine/encoded").iterdir())) == 2 * 2 + 2
+    assert len(list(Path("mine/encoded").iterdir())) == 2 * 2 + 2 * 2
     assert "<polyline" in Path("mine/verdict/report.html").read_text()
     labels = read_rows(Path("mine/label_me.jsonl"))
     assert 0 < len(labels) <= 100

@@ -6,10 +6,12 @@ import json
 import logging
 import random
 import sys
+from importlib.metadata import distributions
 
 import pytest
 
 from embeddings.common import OptionError, own_folder
+from embeddings.data import package_descriptions
 from embeddings.data.docstrings import (
     BOILERPLATE_FUNCTIONS,
     deduplicate,
@@ -269,6 +271,43 @@ def test_queries_are_equal_if_only_grammar_differs():
     assert normalised_query("Add an edge") == normalised_query("Add the edge")
     assert normalised_query("Convert a string to bytes") != normalised_query("Convert bytes to a string")
     assert normalised_query("Pass s") != normalised_query("Pass")
+
+
+PROSE = "It reads all the files of a folder and finds those that changed since the last run of the command."
+
+
+def test_a_summary_searches_the_prose_of_its_packages_description(packages, monkeypatch):
+    texts = {
+        "b": ("Finds changed files, quickly", f"# b\n\n[![ok](http://x)](y) a badge with many words\n{PROSE}\n"),
+        "a": (
+            "Another tool for the files",
+            f"Another tool for the files. {PROSE}\nSee https://x.org for more of this\n",
+        ),
+        "copy": ("another tool for the files", PROSE),
+        "short": ("A tool", PROSE),
+        "bare": ("A tool that has no description", "Only five words are here."),
+    }
+    for name, (summary, description) in texts.items():
+        folder = packages / "site" / f"{name}-1.dist-info"
+        folder.mkdir(parents=True)
+        heading = f"Metadata-Version: 2.1\nName: {name.upper()}\nVersion: 1\nSummary: {summary}\n"
+        (folder / "METADATA").write_text(f"{heading}\n{description} {description}", encoding="utf-8")
+    (packages / "site" / "damaged-1.dist-info").mkdir()
+    found = lambda: distributions(path=[str(packages / "site")])  # noqa: E731
+    monkeypatch.setattr(package_descriptions, "distributions", found)
+    folder = prepare_docstring_test(packages / "out", ["gamma_x"]) / "descriptions"
+    rows = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("corpus", "queries")
+    }
+    assert [(row["_id"], row["text"]) for row in rows["queries"]] == [
+        ("a", "Another tool for the files"),
+        ("b", "Finds changed files, quickly"),
+    ]
+    assert rows["corpus"][0]["text"].startswith(PROSE)
+    assert rows["corpus"][1]["text"].startswith(PROSE)
+    assert not any(word in row["text"] for row in rows["corpus"] for word in ("http", "badge", "Another tool", "# b"))
+    assert (folder / "qrels.tsv").read_text() == "query-id\tcorpus-id\tscore\na\ta\t1\nb\tb\t1\n"
 
 
 def test_a_small_test_set_searches_the_functions_of_its_packages(packages):
