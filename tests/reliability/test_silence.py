@@ -112,7 +112,8 @@ def check_gaps(lines: list[Line], longest: float) -> None:
 def check(lines: list[Line], interval: float, slack: float, times_left: bool) -> dict[str, int]:
     """Check the gaps between lines, and with `times_left` these; returns how many bars' states were read, by title.
 
-    A bar of few intervals is not compared. A line may be two intervals off besides, because caches are shared too.
+    A bar of few intervals is not compared, nor one of few positions: blocks are not shorter here. A line may be two
+    intervals off besides, because caches are shared too.
     """
     check_gaps(lines, interval + slack)
     bars: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
@@ -127,7 +128,8 @@ def check(lines: list[Line], interval: float, slack: float, times_left: bool) ->
     for title, states in bars.items():
         shares = [share for _, share, _ in states]
         assert shares == sorted(shares), f"{title} starts anew: {shares}"
-        if states[-1][0] - states[0][0] < MIN_INTERVALS * interval:
+        is_short = states[-1][0] - states[0][0] < MIN_INTERVALS * interval
+        if is_short or len(set(shares)) < MIN_INTERVALS:
             compared[title] = 0
             continue
         in_time = [(share, left, states[-1][0] - at) for at, share, left in states if 0.1 <= share < 1]
