@@ -517,7 +517,7 @@ def _encode_shard(
 
 
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:
-    # `json.dumps` would take five times as long.
+    # `json.dumps` would take four times as long.
     lines = [f'{{"_id": {quoted(document_id)}, "text": {quoted(text)}}}\n' for document_id, text in documents]
     write_text(_documents_path(shards.folder, shard), "".join(lines))
     check_disk_space(shards.path(shard), stored.nbytes)

@@ -161,7 +161,10 @@ def nearest_centroids(
 def neighbour_lists(
     centroids: NDArray[np.float32], num_neighbours: int, gpu: GpuLibrary | None = None
 ) -> NDArray[np.int32]:
-    """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`."""
+    """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`.
+
+    Compared as in `nearest_centroids`.
+    """
     num_centroids = len(centroids)
     width = min(num_neighbours, num_centroids - 1)
     lists = np.empty((num_centroids, width), dtype=np.int32)

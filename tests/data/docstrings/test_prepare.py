@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 import pytest
 
 from embeddings.common import OptionError, own_folder
-from embeddings.data import package_descriptions
+from embeddings.data import docstrings
 from embeddings.data.docstrings import (
     BOILERPLATE_FUNCTIONS,
     deduplicate,
@@ -294,7 +294,7 @@ def test_a_summary_searches_the_prose_of_its_packages_description(packages, monk
         (folder / "METADATA").write_text(f"{heading}\n{description} {description}", encoding="utf-8")
     (packages / "site" / "damaged-1.dist-info").mkdir()
     found = lambda: distributions(path=[str(packages / "site")])  # noqa: E731
-    monkeypatch.setattr(package_descriptions, "distributions", found)
+    monkeypatch.setattr(docstrings, "distributions", found)
     folder = prepare_docstring_test(packages / "out", ["gamma_x"]) / "descriptions"
     rows = {
         name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
