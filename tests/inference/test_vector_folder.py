@@ -63,6 +63,16 @@ def test_shards_contain_the_vectors_and_documents_in_order(shard_size, shards, c
     assert [document.document_id for document in folder.documents(range(11))] == [f"d{row}" for row in range(11)]
 
 
+def test_documents_of_any_characters_are_stored_as_json_writes_them(encoder, tmp_path):
+    rows = [{"_id": 'a "b"\\', "text": 'the "dog"\n\t\\ é \u2028 \U0001f600'}, {"_id": "d2", "text": "the cat"}]
+    folder = encode_corpus(encoder, write(tmp_path / "odd.jsonl", rows), tmp_path / "out")
+    assert [document._asdict() for document in folder.documents([0, 1])] == [
+        {"document_id": row["_id"], "text": row["text"]} for row in rows
+    ]
+    stored = (tmp_path / "out" / "documents-00000.jsonl").read_text("utf-8")
+    assert stored == "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
 @contextmanager
 def killed_at(shard, monkeypatch):
     """Interrupt an encoding before it writes a shard."""
