@@ -1,7 +1,7 @@
-"""P14: spherical k-means takes at most 1.03 of faiss.Kmeans's time, with an objective as good to 0.1 %.
+"""P14: spherical k-means takes at most half of faiss.Kmeans's time, with an objective as good to 0.1 %.
 
-The peer has the same seed and parameters, all set explicitly. Ours calls faiss for ten iterations at a time to show
-progress. Whole clusterings are timed, including our check of the vectors.
+The peer has the same seed and parameters, all set explicitly. Ours finds the nearest centroids by products of torch.
+Whole clusterings are timed, including our check of the vectors.
 """
 
 import faiss
@@ -66,7 +66,7 @@ def main() -> None:
     name = f"{num_rows} vectors of width {WIDTH}, {num_clusters} clusters"
     record(chosen, f"P14 objective over faiss.Kmeans's, {name}", loss_ratio, "ratio", "<=1.001", "faiss-cpu")
     ratio = compare(lambda: ours(vectors, num_clusters), lambda: peer(vectors, num_clusters), chosen)
-    record(chosen, f"P14 k-means over faiss.Kmeans, {name}", ratio, "ratio", "<=1.03", "faiss-cpu")
+    record(chosen, f"P14 k-means over faiss.Kmeans, {name}", ratio, "ratio", "<=0.5", "faiss-cpu")
 
 
 if __name__ == "__main__":

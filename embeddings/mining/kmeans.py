@@ -1,8 +1,10 @@
-"""Spherical k-means and nearest centroids: on a CPU by faiss and grouped lists, on a GPU by torch or faiss."""
+"""Spherical k-means and nearest centroids: on a CPU by torch and grouped lists, on a GPU by torch or faiss."""
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from embeddings.common.errors import OptionError
@@ -12,15 +14,17 @@ from embeddings.mining.faiss_library import GpuLibrary, check_gpu, load_faiss, n
 from embeddings.mining.lists import Floats, Lists, Rows
 
 NUM_ITERATIONS, NUM_RUNS = 100, 3
-# More centroids than this are compared only in the groups nearest to a vector.
-MAX_UNGROUPED = 4096
+# Only the nearest groups are compared if there are more centroids; to find one, and to find several.
+MAX_COMPARED, MAX_UNGROUPED = 8192, 4096
 CENTROIDS_PER_GROUP, GROUP_PROBES = 128, 32
 GROUP_ITERATIONS = 10
 # In a best-of-n, faiss adds r times this to the seed of run r.
 _SEED_STEP = 15_486_557
-# Scores of vectors and centroids, and on a CPU multiplications, that one call of faiss computes: about a second, which
+# Scores of vectors and centroids, and on a CPU multiplications, that one call computes: at most about a second, which
 # Ctrl-C does not interrupt.
 _BLOCK_SCORES, _BLOCK_PRODUCTS = 1 << 27, 1 << 34
+# Scores of one product, which stay in the processor's cache.
+_PRODUCT_SCORES = 1 << 20
 # Parts in which the means of the clusters are computed, for the same reason.
 _MEAN_PARTS = 16
 # Relative distance from its copy of a centroid that is placed in a large cluster, because its own had no vectors.
@@ -69,7 +73,7 @@ def kmeans_run(
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix: spherical, 100 iterations, best of 3.
         Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster;
-        on a CPU, more than 4,096 centroids are compared in groups (see `NearestCentroids`).
+        on a CPU, more than 8,192 centroids are compared in groups (see `NearestCentroids`).
     """
     check_num_clusters(num_clusters, len(vectors))
     if num_iterations < 1:
@@ -150,7 +154,7 @@ def nearest_centroids(
 ) -> NDArray[np.int32]:
     """The index of the centroid with the largest inner product with each vector, (n,) int32.
 
-    Exact on a GPU and for up to 4,096 centroids; more are compared in groups (see `NearestCentroids`).
+    Exact on a GPU and for up to 8,192 centroids; more are compared in groups (see `NearestCentroids`).
     """
     index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
@@ -163,7 +167,7 @@ def neighbour_lists(
 ) -> NDArray[np.int32]:
     """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`.
 
-    Compared as in `nearest_centroids`.
+    Exact on a GPU and for up to 4,096 centroids; more are compared in groups (see `NearestCentroids`).
     """
     num_centroids = len(centroids)
     width = min(num_neighbours, num_centroids - 1)
@@ -188,7 +192,7 @@ def _block_rows(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> int:
     if gpu:
         rows: int = _BLOCK_SCORES // num_centroids
     else:
-        num_compared = min(num_centroids, MAX_UNGROUPED)
+        num_compared = min(num_centroids, MAX_COMPARED)
         rows = min(_BLOCK_SCORES, _BLOCK_PRODUCTS // width) // num_compared
     # Blocks of faiss and of matrix products stay full, so that the sums do not depend on the size.
     return rows // 4096 * 4096 or max(512, min(rows, 2048) // 512 * 512)
@@ -208,37 +212,56 @@ def _index(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> Any:
 
 
 class NearestCentroids:
-    """The centroids nearest to vectors: of all, or if there are more than 4,096, of those in the 32 nearest groups.
+    """The centroids nearest to vectors: of all, or of many, those in the 32 nearest groups.
 
-    A group has 128 centroids on average, so that the products of a vector hardly grow with the number of centroids.
+    A group has 128 centroids on average, so that the products of a vector hardly grow with the number of centroids. One
+    centroid is found in groups if there are more than 8,192, several if there are more than 4,096.
     """
 
     def __init__(self, centroid_CD: Floats) -> None:
-        faiss, (num_centroids, width) = load_faiss(), centroid_CD.shape
-        self.all = faiss.IndexFlatIP(width)
+        self.all = load_faiss().IndexFlatIP(centroid_CD.shape[1])
         self.all.add(centroid_CD)
-        self._grouped: Lists | None = None
-        if num_centroids > MAX_UNGROUPED:
-            self._groups = faiss.IndexFlatIP(width)
-            number = num_centroids // CENTROIDS_PER_GROUP
-            self._groups.add(kmeans_run(centroid_CD, number, num_iterations=GROUP_ITERATIONS).centroids)
-            members = new_lists(self._groups, number)
-            members.add(centroid_CD)
-            self._grouped = Lists([members])
+        self._centroid_CD = centroid_CD
 
     def search(self, vector_ND: Floats, number: int) -> tuple[Floats, Rows]:
         """Scores and numbers of the nearest centroids of each vector, (N, `number`), nearest first."""
-        if self._grouped is None:
+        if number == 1 and len(self._centroid_CD) <= MAX_COMPARED:
+            return _nearest(vector_ND, torch.from_numpy(self._centroid_CD).T)
+        if len(self._centroid_CD) <= MAX_UNGROUPED:
             score_NP, centroid_NP = self.all.search(vector_ND, number)
             return score_NP, centroid_NP
-        group_NP = self._groups.search(vector_ND, min(GROUP_PROBES, self._groups.ntotal))[1]
+        groups, members = self._groups
+        group_NP = groups.search(vector_ND, min(GROUP_PROBES, groups.ntotal))[1]
         if number == 1:
-            score_NP, centroid_NP = self._grouped.best(vector_ND, group_NP)
+            score_NP, centroid_NP = members.best(vector_ND, group_NP)
         else:
-            found = self._grouped.search(vector_ND, group_NP, number)
+            found = members.search(vector_ND, group_NP, number)
             # The nearest groups may have fewer centroids.
             missing = ((0, 0), (0, number - found.index_QK.shape[1]))
             score_NP, centroid_NP = np.pad(found.score_QK, missing), np.pad(found.index_QK, missing, constant_values=-1)
         if len(few := np.flatnonzero((centroid_NP < 0).any(axis=1))):
             score_NP[few], centroid_NP[few] = self.all.search(vector_ND[few], number)
         return score_NP, centroid_NP
+
+    @cached_property
+    def _groups(self) -> tuple[Any, Lists]:
+        """The centroids of the groups, and their members."""
+        groups = load_faiss().IndexFlatIP(self._centroid_CD.shape[1])
+        number = len(self._centroid_CD) // CENTROIDS_PER_GROUP
+        groups.add(kmeans_run(self._centroid_CD, number, num_iterations=GROUP_ITERATIONS).centroids)
+        members = new_lists(groups, number)
+        members.add(self._centroid_CD)
+        return groups, Lists([members])
+
+
+def _nearest(vector_ND: Floats, centroid_DC: torch.Tensor) -> tuple[Floats, Rows]:
+    """Score and number of the centroid nearest to each vector, (N, 1) each; faiss takes several times as long."""
+    score_N1, centroid_N1 = np.empty((len(vector_ND), 1), np.float32), np.empty((len(vector_ND), 1), np.int64)
+    size = max(128, _PRODUCT_SCORES // centroid_DC.shape[1])
+    for start in range(0, len(vector_ND), size):
+        block = slice(start, start + size)
+        score_nC = torch.tensor(vector_ND[block]).mm(centroid_DC).numpy()
+        # torch takes twice as long to find a maximum and its place.
+        score_nC.argmax(axis=1, out=centroid_N1[block, 0])
+        score_N1[block] = np.take_along_axis(score_nC, centroid_N1[block], axis=1)
+    return score_N1, centroid_N1

@@ -186,6 +186,7 @@ def test_grouped_lists_find_nearly_the_same_documents_and_all_if_all_are_searche
         monkeypatch.setattr(module, "MAX_UNGROUPED", 50)
     for module in (ivf, kmeans):
         monkeypatch.setattr(module, "CENTROIDS_PER_GROUP", 10)
+    monkeypatch.setattr(kmeans, "MAX_COMPARED", 50)
     monkeypatch.setattr(kmeans, "GROUP_PROBES", 4)
     assert recall("grouped", 8) > ungrouped - 0.05 > 0.7
     assert recall("grouped", 100) == 1.0

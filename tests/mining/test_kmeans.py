@@ -71,7 +71,8 @@ def test_runs_equal_the_best_of_three_of_faiss(num_iterations):
 def test_many_centroids_are_compared_in_groups_and_all_groups_change_nothing(monkeypatch):
     vectors = blobs(60, 40, spread=0.4)
     exact, near = kmeans_run(vectors, 120, num_iterations=5), neighbour_lists(vectors[:100], 5)
-    monkeypatch.setattr(kmeans, "MAX_UNGROUPED", 50)
+    for limit in ("MAX_COMPARED", "MAX_UNGROUPED"):
+        monkeypatch.setattr(kmeans, limit, 50)
     monkeypatch.setattr(kmeans, "CENTROIDS_PER_GROUP", 10)
     monkeypatch.setattr(kmeans, "GROUP_PROBES", 12)
     compared, best = [], lists.Lists.best
