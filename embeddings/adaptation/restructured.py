@@ -1,8 +1,9 @@
 """reStructuredText, read by docutils, also with Sphinx' directives and roles, which docutils does not know."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from docutils import core, nodes
 from docutils.parsers import rst
@@ -85,9 +86,20 @@ def _text_of_role(name: str, rawtext: str, text: str, *_: Any, **__: Any) -> tup
     return [nodes.Text(text.rpartition(".")[2] if text.startswith("~") else text.removeprefix("!"))], []
 
 
+@contextmanager
+def _every_name() -> Iterator[None]:
+    """While this is open, docutils finds a directive or role of any name."""
+    lookups: Any = (_directive, _role)
+    directives.directive, roles.role = lookups
+    try:
+        yield
+    finally:
+        directives.directive, roles.role = _find_directive, _find_role
+
+
 def read_rst(text: str) -> Document:
     """reStructuredText without its markup; what docutils cannot resolve remains as text."""
-    with patch.object(directives, "directive", _directive), patch.object(roles, "role", _role):
+    with _every_name():
         document = core.publish_doctree(text, settings_overrides=_SETTINGS)
     # Messages that the writer would append.
     document.transform_messages = []
