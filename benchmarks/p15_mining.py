@@ -73,15 +73,16 @@ def our_miner(folder: Path, num_queries: int, num_documents: int, width: int) ->
 
 def run_ours(miner: ShardMiner, folder: Path) -> None:
     """Mine all shards into Parquet files."""
-    for shard in range(miner.vectors[0].query_shards.num_shards):
-        write_shard(miner.mine(shard), miner.index, miner.rules, folder / f"mined-{shard}.parquet")
+    shards = miner.vectors[0].query_shards
+    for shard in range(shards.num_shards):
+        write_shard(miner.mine(shards.rows(shard)), miner.index, miner.rules, folder / f"mined-{shard}.parquet")
 
 
 def our_negatives(miner: ShardMiner) -> dict[str, list[str]]:
     """The negatives of each query that has the requested number."""
-    found = {}
-    for shard in range(miner.vectors[0].query_shards.num_shards):
-        mined = miner.mine(shard)
+    found, shards = {}, miner.vectors[0].query_shards
+    for shard in range(shards.num_shards):
+        mined = miner.mine(shards.rows(shard))
         for query, rows in zip(mined.queries, mined.negatives.row_QN.tolist(), strict=True):
             if min(rows) >= 0:
                 found[f"query {query}"] = [f"document {row}" for row in rows]

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 
 BATCH_PAIRS = 32
+# Each block of queries searches nearly all inverted lists, whose number grows with the documents. Of many records this
+# many shards are mined together, one for each million of records.
+MAX_SHARDS_TOGETHER, _ROWS_PER_SHARD_TOGETHER = 8, 1 << 20
 # Model classes with a head for scores; for others the library would initialise a head at random.
 _SCORING = ("ForSequenceClassification", "ForCausalLM")
 
@@ -272,7 +275,8 @@ def mine_negatives(
         corpus: A file of additional documents (see `index_pairs`), or None for only the source's positives.
         vectors: Folder of the vectors, to share them with other jobs; None for one in the work folder.
         devices: Devices that share the encoding (see `encode_pairs`).
-        shard_size: Records and vectors per shard: the most that is lost when the job is killed.
+        shard_size: Records and vectors per shard: the most that is lost when the job is killed. By inverted lists up to
+            eight shards are mined together, one for each million of records.
         task: Shards that this process computes; None for all.
         cache_dir: Folder of converted sources.
 
@@ -301,7 +305,11 @@ def mine_negatives(
     work = target.with_name(f"{target.name}.work")
     folder = Path(vectors) if vectors is not None else work / "vectors"
     with discard_on_user_error(work, folder, task=task):
-        job = ShardedJob(work, work_fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
+        mined_rows = shard_size
+        if search.index == "ivf":
+            mined_rows *= max(1, min(MAX_SHARDS_TOGETHER, len(source.table) // _ROWS_PER_SHARD_TOGETHER))
+        mined_fields, num_shards = {**work_fields, "shard_size": mined_rows}, -(-len(source.table) // mined_rows)
+        job = ShardedJob(work, mined_fields, num_shards, stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         if index.num_documents <= rules.count:
             what = f"has {index.num_documents} distinct documents, too few for {rules.count} negatives"
@@ -312,12 +320,12 @@ def mine_negatives(
         encoded = teachers.encode(source, index, folder, shard_size=shard_size, devices=devices, task=task)
         searches = [search.over(made, work / f"ivf-{number}", rules.seed, task) for number, made in enumerate(encoded)]
         miner = ShardMiner(index, encoded, searches, rules, None if levels is None else levels.kind, qrels)
-        rows = partial(shard_rows, shard_size=shard_size, num_rows=len(source.table))
-        job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task, rows=rows)
+        rows = partial(shard_rows, shard_size=mined_rows, num_rows=len(source.table))
+        job.run(lambda shard, path: write_shard(miner.mine(rows(shard)), index, rules, path), task, rows=rows)
         scoring = None
         if reranker is not None:
             scoring = scoring_job(work, reranker, job.num_shards)
-            scoring.run(partial(score_shard, reranker, source.table, shard_size, job), task, rows=rows)
+            scoring.run(partial(score_shard, reranker, source.table, mined_rows, job), task, rows=rows)
         jobs = [job] if scoring is None else [job, scoring]
         if any(each.missing() for each in jobs):
             return None

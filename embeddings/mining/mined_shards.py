@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import check_vectors
 from embeddings.common.progress import progress_bar
 from embeddings.data.records import NUM_LEVELS, Record, record_schema, record_table
 from embeddings.mining.negatives import (
@@ -47,7 +46,7 @@ class MinedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMiner:
-    """Finds the negatives of a shard of queries with one or several teachers, with vectors of one shard size."""
+    """Finds the negatives of queries with one or several teachers."""
 
     index: PairIndex
     vectors: Sequence[PairVectors]
@@ -56,13 +55,10 @@ class ShardMiner:
     levels: LevelKind | None = None
     qrels: DocumentQrels | None = None
 
-    def mine(self, shard: int) -> MinedShard:
-        """The negatives of a shard of the query vectors."""
-        queries = self.vectors[0].query_shards.rows(shard)
-        query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
-        for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
-            check_vectors(query_QD, str(vectors.query_shards.path(shard)), unit=True)
+    def mine(self, queries: range) -> MinedShard:
+        """The negatives of consecutive queries."""
         row_Q = np.arange(queries.start, queries.stop)
+        query_TQD = [vectors.query_shards.take(row_Q) for vectors in self.vectors]
         hash_Q = np.asarray(self.index.query_hashes[queries.start : queries.stop])
         known = self.index.known_positives(row_Q)
         judged = None if self.qrels is None else self.qrels.of_queries(hash_Q, known)
