@@ -14,8 +14,8 @@ THIS = --no-build-isolation
 FEW_IMPORTED = distutils|f2py|fontTools|mypyc?|networkx|openai|physics|pip|pygments|pytorch_lightning|setuptools|sqlalchemy|torchgen
 UNCOMPILED = /tests?/|/testing/_internal/|/transformers/models/|/($(FEW_IMPORTED))/
 COMPILE = $(BIN)/python -m compileall -qq -x '$(UNCOMPILED)' $(VENV)/lib
-# Number of test processes; each uses one thread. Three keep two cores busy while some tests wait.
-JOBS ?= 3
+# Number of test processes; each uses one thread. Four keep two cores busy while some tests wait.
+JOBS ?= 4
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: quickstart test test-all test-gpu slurm-test lint docs bench bench-tiny canary wheel clean

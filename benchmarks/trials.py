@@ -170,9 +170,10 @@ def run_trials(
         function: A top-level function of a module, called with the trial, the work folder, and whether the run is tiny.
     """
     finished = {} if chosen.tiny else _finished()
-    # Variants with the same settings share a result. In a tiny run so do those that differ only in numbers.
-    identity = _kind if chosen.tiny else _identity
-    missing = {identity(trial): trial for trial in trials if identity(trial) not in finished}
+    # Variants with the same settings share a result. In a tiny run so do those whose values others have.
+    shown = _covering(trials) if chosen.tiny else {_identity(trial): _identity(trial) for trial in trials}
+    missing = {_identity(trial): trial for trial in trials if shown[_identity(trial)] == _identity(trial)}
+    missing = {identity: trial for identity, trial in missing.items() if identity not in finished}
     # A new process for each trial, except in a tiny run, where starting it takes longer than the trial.
     context: Any = multiprocessing.get_context("fork" if chosen.tiny else "spawn")
     max_tasks = None if chosen.tiny else 1
@@ -188,14 +189,14 @@ def run_trials(
                 for other in running:
                     other.cancel()
                 continue
-            finished[identity(running[done])] = done.result()
+            finished[_identity(running[done])] = done.result()
             if not chosen.tiny:
                 _append(running[done], done.result())
     if failure is not None:
         raise failure
     variants = list(dict.fromkeys(trial.variant for trial in trials))
     return [
-        Scores(variant, {trial.seed: finished[identity(trial)] for trial in trials if trial.variant == variant})
+        Scores(variant, {trial.seed: finished[shown[_identity(trial)]] for trial in trials if trial.variant == variant})
         for variant in variants
     ]
 
@@ -227,10 +228,23 @@ def _identity(trial: Trial) -> tuple[str, int]:
     return trial.key, trial.seed
 
 
-def _kind(trial: Trial) -> tuple[str, int]:
-    """The identity of a trial whose numbers are only zero or not."""
-    numbers = {name: bool(value) for name, value in trial.settings.items() if isinstance(value, int | float)}
-    return _identity(replace(trial, settings={**trial.settings, **numbers}))
+def _covering(trials: Sequence[Trial]) -> dict[tuple[str, int], tuple[str, int]]:
+    """For each trial the one whose result it shows: itself if it has a value, or flags together, that none before has.
+
+    Numbers count as zero or not. The others show the result of the trial with their flags, on which the metrics depend,
+    that has most values in common.
+    """
+    shown: dict[tuple[str, int], tuple[str, int]] = {}
+    run: dict[tuple[str, int], set[tuple[str, str]]] = {}
+    for trial in trials:
+        flags = {name: value for name, value in trial.settings.items() if isinstance(value, bool)}
+        settings = {name: bool(x) if isinstance(x, int | float) else x for name, x in trial.settings.items()}
+        values = {(name, json.dumps(value, sort_keys=True)) for name, value in (*settings.items(), ("flags", flags))}
+        if values - set().union(*run.values()):
+            run[_identity(trial)] = values
+        alike = [other for other in run if ("flags", json.dumps(flags, sort_keys=True)) in run[other]]
+        shown[_identity(trial)] = max(alike, key=lambda other: len(run[other] & values))
+    return shown
 
 
 def _finished() -> dict[tuple[str, int], Metrics]:

@@ -47,6 +47,23 @@ def test_a_trial_runs_once_and_another_setting_is_another_trial(tmp_path, monkey
     assert difference(scores[1], scores[0], "score") == "b over a, score: +1.0000 \u00b10.0000"
 
 
+def test_a_tiny_run_shows_every_value_and_all_flags_together_once(tmp_path):
+    settings = {
+        "first": {"steps": 1, "pooling": "mean", "masked": False, "graded": False},
+        "more steps": {"steps": 5, "pooling": "mean", "masked": False, "graded": False},
+        "no steps": {"steps": 0, "pooling": "mean", "masked": False, "graded": False},
+        "masked": {"steps": 2, "pooling": "last", "masked": True, "graded": False},
+        "graded": {"steps": 3, "pooling": "mean", "masked": False, "graded": True},
+        "both": {"steps": 4, "pooling": "mean", "masked": True, "graded": True},
+        "masked, mean": {"steps": 9, "pooling": "mean", "masked": True, "graded": False},
+    }
+    chosen = Namespace(tiny=True, workers=1, work=tmp_path)
+    scores = run_trials(chosen, [Trial("E0", name, 0, values) for name, values in settings.items()], logged)
+    found = {score.variant: score.by_seed[0]["score"] for score in scores}
+    assert found == {"first": 1, "more steps": 1, "no steps": 0, "masked": 2, "graded": 3, "both": 4, "masked, mean": 2}
+    assert num_runs(tmp_path) == {f"{name}-0": 1 for name in ("first", "no steps", "masked", "graded", "both")}
+
+
 def test_the_keys_of_finished_trials_have_not_changed():
     recipes = (docstring_trials.Recipe(num_steps=30), mgh_trials.Recipe(), moe_trials.Recipe())
     with open(trials.TRIALS, newline="") as file:
