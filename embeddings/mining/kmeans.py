@@ -1,6 +1,5 @@
 """Spherical k-means and nearest centroids: on a CPU by torch and grouped lists, on a GPU by torch or faiss."""
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,9 +218,16 @@ class NearestCentroids:
     """
 
     def __init__(self, centroid_CD: Floats) -> None:
-        self.all = load_faiss().IndexFlatIP(centroid_CD.shape[1])
+        faiss, (num_centroids, width) = load_faiss(), centroid_CD.shape
+        self.all = faiss.IndexFlatIP(width)
         self.all.add(centroid_CD)
         self._centroid_CD = centroid_CD
+        if num_centroids > MAX_UNGROUPED:
+            self._groups, number = faiss.IndexFlatIP(width), num_centroids // CENTROIDS_PER_GROUP
+            self._groups.add(kmeans_run(centroid_CD, number, num_iterations=GROUP_ITERATIONS).centroids)
+            members = new_lists(self._groups, number)
+            members.add(centroid_CD)
+            self._members = Lists([members])
 
     def search(self, vector_ND: Floats, number: int) -> tuple[Floats, Rows]:
         """Scores and numbers of the nearest centroids of each vector, (N, `number`), nearest first."""
@@ -230,28 +236,17 @@ class NearestCentroids:
         if len(self._centroid_CD) <= MAX_UNGROUPED:
             score_NP, centroid_NP = self.all.search(vector_ND, number)
             return score_NP, centroid_NP
-        groups, members = self._groups
-        group_NP = groups.search(vector_ND, min(GROUP_PROBES, groups.ntotal))[1]
+        group_NP = self._groups.search(vector_ND, min(GROUP_PROBES, self._groups.ntotal))[1]
         if number == 1:
-            score_NP, centroid_NP = members.best(vector_ND, group_NP)
+            score_NP, centroid_NP = self._members.best(vector_ND, group_NP)
         else:
-            found = members.search(vector_ND, group_NP, number)
+            found = self._members.search(vector_ND, group_NP, number)
             # The nearest groups may have fewer centroids.
             missing = ((0, 0), (0, number - found.index_QK.shape[1]))
             score_NP, centroid_NP = np.pad(found.score_QK, missing), np.pad(found.index_QK, missing, constant_values=-1)
         if len(few := np.flatnonzero((centroid_NP < 0).any(axis=1))):
             score_NP[few], centroid_NP[few] = self.all.search(vector_ND[few], number)
         return score_NP, centroid_NP
-
-    @cached_property
-    def _groups(self) -> tuple[Any, Lists]:
-        """The centroids of the groups, and their members."""
-        groups = load_faiss().IndexFlatIP(self._centroid_CD.shape[1])
-        number = len(self._centroid_CD) // CENTROIDS_PER_GROUP
-        groups.add(kmeans_run(self._centroid_CD, number, num_iterations=GROUP_ITERATIONS).centroids)
-        members = new_lists(groups, number)
-        members.add(self._centroid_CD)
-        return groups, Lists([members])
 
 
 def _nearest(vector_ND: Floats, centroid_DC: torch.Tensor) -> tuple[Floats, Rows]:
