@@ -37,7 +37,7 @@ from embeddings.evaluation.bootstrap import bootstrap
 from embeddings.evaluation.hybrid import TunedWeight, tune_weight
 from embeddings.evaluation.runner import CUTOFFS
 from embeddings.inference import BM25, Encoder, FusionRule, Precision
-from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.inference.bm25 import ENGLISH, Tokenize, tokenizer
 from embeddings.models.model_files import resolve_model
 
 BM25_ALONE, START, HYBRID, WHITENED, TRAINED = "BM25", "start", "hybrid", "whitened", "trained"
@@ -196,20 +196,19 @@ def compare(
     Raises:
         InputError: If a folder cannot be read; all are read before a model is loaded.
     """
-    rule, tokenize = FusionRule.of(weight=weight), tokenizer(language)
+    rule, words_of = FusionRule.of(weight=weight), WordIndexes(tokenizer(language)).of
     tests, others = read_test_sets(data), read_general_sets(general)
     judges = [] if validation is None else [RetrievalSet.read("validation", Path(validation))]
     models = _models(start, trained)
     encoded = _encode_all(models, [*tests, *others, *judges], vectors, precision, context_size)
     tuned = {}
     for judge, of_judge in zip(judges, encoded[len(tests) + len(others) :], strict=True):
-        judge_words = BM25(judge.folder.documents, tokenize)
         for label, one in of_judge.items():
-            tuned[label] = tune_weight(rule, judge.folder.qrels, partial(searched(judge, one).fused, judge_words))
+            tuned[label] = tune_weight(rule, judge.folder.qrels, partial(searched(judge, one).fused, words_of(judge)))
     rules = {label: tuned[label].rule if label in tuned else rule for label in models}
     ranked, whitenings = [], list[Whitening | None]()
     for test, each in zip(tests, encoded, strict=False):
-        rows, whitening = _variant_rows(test, each, BM25(test.folder.documents, tokenize), rules)
+        rows, whitening = _variant_rows(test, each, words_of(test), rules)
         ranked.append({name: Ranked.of(test, row_QK) for name, row_QK in rows.items()})
         whitenings.append(whitening)
     groups = [group for test, each in zip(tests, ranked, strict=True) for group in _groups(test, each)]
@@ -218,6 +217,21 @@ def compare(
     counts = {test.name: _counts(test) for test in tests}
     decision = recommend(_real_scores(tests, ranked), list(models)[1:])
     return Verdict(models, language, rules, tuned, counts, groups, of_general, decision, tests, ranked)
+
+
+class WordIndexes:
+    """The BM25 index of one corpus at a time: folders whose corpora are one file, one after the other, share it."""
+
+    def __init__(self, tokenize: Tokenize) -> None:
+        self._tokenize = tokenize
+        self._last: tuple[Path, BM25] | None = None
+
+    def of(self, test: RetrievalSet) -> BM25:
+        corpus = test.files.corpus
+        if self._last is None or not corpus.samefile(self._last[0]):
+            self._last = None
+            self._last = corpus, BM25(test.folder.documents, self._tokenize)
+        return self._last[1]
 
 
 def rank_queries(
@@ -285,13 +299,13 @@ def _variant_rows(
     whitening = None if of_start.compares_lengths else Whitening.of(of_start.tiles())
     searches = {label: searched(test, each) for label, each in encoded.items()}
     start = searches[START]
-    rows = {BM25_ALONE: start.words(words), START: start.dense(), HYBRID: start.fused(words, rules[START])}
+    rows = {BM25_ALONE: start.words(words), START: start.dense(), HYBRID: start.fused(words, [rules[START]])[0]}
     if whitening is not None:
         rows[WHITENED] = searched(test, of_start, whitening).dense()
     else:
         logger.info("%s: not whitened, which needs %d documents and cosines", test.name, MIN_DOCUMENTS)
     rows |= {label: searches[label].dense() for label in trained}
-    rows |= {f"{label} + {HYBRID}": searches[label].fused(words, rules[label]) for label in trained}
+    rows |= {f"{label} + {HYBRID}": searches[label].fused(words, [rules[label]])[0] for label in trained}
     return rows, whitening
 
 

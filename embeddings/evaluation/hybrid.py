@@ -43,7 +43,7 @@ class TunedWeight(NamedTuple):
         return f"{choice}: nDCG@10 of {self.best:g} is {self.difference} compared with {WEIGHT:g}"
 
 
-def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[FusionRule], Rows]) -> TunedWeight:
+def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[Sequence[FusionRule]], list[Rows]]) -> TunedWeight:
     """The fusion with the weight from 0.1 to 0.9 of the highest nDCG@10, if it is significantly above the default's.
 
     Otherwise the default stays, because the best of nine weights on few queries is often the best by chance. Of equal
@@ -52,9 +52,10 @@ def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[FusionRule], Row
     Args:
         rule: The fusion.
         qrels: The judgments of the queries, which should not be those of a test.
-        rank: Returns the documents that a fusion ranks, best first, (Q, K) rows.
+        rank: Returns the documents that each fusion ranks, best first, (Q, K) rows.
     """
-    ndcg = {weight: query_ndcg(rank(replace(rule, weight=weight)), qrels) for weight in WEIGHTS}
+    ranked = rank([replace(rule, weight=weight) for weight in WEIGHTS])
+    ndcg = {weight: query_ndcg(row_QK, qrels) for weight, row_QK in zip(WEIGHTS, ranked, strict=True)}
     best = max(WEIGHTS, key=lambda weight: (float(ndcg[weight].mean()), -abs(weight - WEIGHT)))
     difference = paired_bootstrap(ndcg[best], ndcg[WEIGHT])
     chosen = best if difference.low > 0 else WEIGHT
@@ -65,10 +66,11 @@ def tune_search(searched: CorpusSearch, words: BM25, folder: RetrievalFolder) ->
     """The best weight for searching an encoded corpus, on judged queries for the same documents in the same order."""
     query_QD = searched.query_vectors(folder.queries)
 
-    def rank(rule: FusionRule) -> Rows:
+    def rank(rules: Sequence[FusionRule]) -> list[Rows]:
         work: dict[str, Any] = {"tiles": searched.tiles, "nearest": searched.nearest}
         device = searched.encoder.device
-        return fused_top_k(folder.queries, query_QD, words, min(CUTOFFS), rule, device=device, **work).index_QK
+        found = fused_top_k(folder.queries, query_QD, words, min(CUTOFFS), rules, device=device, **work)
+        return [each.index_QK for each in found]
 
     return tune_weight(FusionRule.of(compares_all=searched.compares_all), folder.qrels, rank)
 
@@ -100,11 +102,12 @@ class FolderSearch:
         """The best 100 documents of each query by BM25, (Q, K)."""
         return words.search(self.folder.queries, max(CUTOFFS), self.folder.tie_order_N)[0]
 
-    def fused(self, words: BM25, rule: FusionRule) -> Rows:
-        """The best 100 documents of each query by both, (Q, K)."""
+    def fused(self, words: BM25, rules: Sequence[FusionRule]) -> list[Rows]:
+        """The best 100 documents of each query by both, (Q, K), for each rule."""
         work: dict[str, Any] = {"tiles": self.tiles, "nearest": self.nearest, "device": self.device}
         work["tie_order_N"] = self.folder.tie_order_N
-        return fused_top_k(self.folder.queries, self.query_QD, words, max(CUTOFFS), rule, **work).index_QK
+        found = fused_top_k(self.folder.queries, self.query_QD, words, max(CUTOFFS), rules, **work)
+        return [each.index_QK for each in found]
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def evaluate_hybrid(
                 search = FolderSearch(folder, encoder.comparable(query_QD[:, :width]), of_width, encoder.device)
                 tuned = tune_weight(rule, folder.qrels, partial(search.fused, words)) if tune else None
                 used = rule if tuned is None else tuned.rule
-                rankings = search.dense(), search.words(words), search.fused(words, used)
+                rankings = search.dense(), search.words(words), *search.fused(words, [used])
                 scores = [retrieval_metrics(row_QK, folder.qrels, CUTOFFS) for row_QK in rankings]
                 dense_Q, _, hybrid_Q = (query_ndcg(row_QK, folder.qrels) for row_QK in rankings)
                 counts = {**folder.counts, "num_queries": scores[0].num_queries, "num_skipped": folder.num_skipped}

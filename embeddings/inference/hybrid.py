@@ -86,21 +86,21 @@ def fused_top_k(
     query_QD: npt.NDArray[np.float32],
     words: BM25,
     top_k: int,
-    rule: FusionRule,
+    rules: Sequence[FusionRule],
     *,
     tiles: Callable[[], Tiles],
     nearest: NearestRows,
     device: str | torch.device = "cpu",
     tie_order_N: Rows | None = None,
-) -> TopK:
-    """The `top_k` documents with the largest fused scores for each query; equal scores by row.
+) -> list[TopK]:
+    """The `top_k` documents with the largest fused scores for each query, by each rule; equal scores by row.
 
     Args:
         queries: The texts of the queries.
         query_QD: Their vectors, whose inner products with the documents' are the dense scores, (Q, D) float32.
         words: The BM25 index of the same documents.
         top_k: Maximum number of documents per query.
-        rule: How scores are fused.
+        rules: How scores are fused: weights of one fusion, for all of which the documents are scored once.
         tiles: Returns the vectors of all documents in consecutive arrays, once per block of queries; for `zscore`.
         nearest: Returns the best documents by dense score; for the other rules.
         device: Device that multiplies the vectors.
@@ -110,24 +110,28 @@ def fused_top_k(
         or one query.
     """
     require_top_k(top_k)
+    (fusion,) = {rule.fusion for rule in rules}
     rank_N = None if tie_order_N is None else np.argsort(tie_order_N)
-    if rule.fusion != "zscore":
-        depth = rule.depth(top_k)
+    if fusion != "zscore":
+        depth = rules[0].depth(top_k)
         index_QK, score_QK = words.search(queries, depth, tie_order_N)
-        return fuse_lists(nearest(query_QD, depth), TopK(score_QK, index_QK), top_k, rule, rank_N)
+        dense = nearest(query_QD, depth)
+        return [fuse_lists(dense, TopK(score_QK, index_QK), top_k, rule, rank_N) for rule in rules]
     num_documents = words.num_texts
     rank_N = np.arange(num_documents) if rank_N is None else rank_N
     shape = len(queries), min(top_k, num_documents)
-    best = TopK(np.empty(shape, np.float32), np.empty(shape, np.int64))
+    found = [TopK(np.empty(shape, np.float32), np.empty(shape, np.int64)) for _ in rules]
     step = max(1, min(QUERY_TILE, _MAX_SCORES // num_documents))
     for start in range(0, len(queries), step):
         dense_QN = _dense_scores(query_QD[start : start + step], tiles(), num_documents, device)
         words_QN = words.scores(queries[start : start + step])
         for query, (dense_N, words_N) in enumerate(zip(dense_QN, words_QN, strict=True), start):
-            score_N = (1 - rule.weight) * _standardised(dense_N) + rule.weight * _standardised(words_N)
-            row_K = _largest(score_N, rank_N, top_k)
-            best.score_QK[query], best.index_QK[query] = score_N[row_K], row_K
-    return best
+            dense_score_N, words_score_N = _standardised(dense_N), _standardised(words_N)
+            for rule, best in zip(rules, found, strict=True):
+                score_N = (1 - rule.weight) * dense_score_N + rule.weight * words_score_N
+                row_K = _largest(score_N, rank_N, top_k)
+                best.score_QK[query], best.index_QK[query] = score_N[row_K], row_K
+    return found
 
 
 def fuse_lists(dense: TopK, words: TopK, top_k: int, rule: FusionRule, rank_N: Rows | None = None) -> TopK:
@@ -279,12 +283,12 @@ class HybridSearch:
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
         """At most `top_k` documents with the largest fused scores for each query, best first."""
         searched = self._searched
-        best = fused_top_k(
+        (best,) = fused_top_k(
             queries,
             searched.query_vectors(queries),
             self._words,
             top_k,
-            self.rule,
+            [self.rule],
             tiles=searched.tiles,
             nearest=searched.nearest,
             device=searched.encoder.device,

@@ -2,7 +2,9 @@
 
 import html.parser
 import json
+import os
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -399,6 +401,22 @@ def test_queries_without_judgments_are_ranked_as_those_with(world, tmp_path):
     for name, row_QK in found.items():
         np.testing.assert_array_equal(row_QK, ranked[name].first_QK)
     assert (found["start"] != found["hybrid"]).any()
+
+
+def test_folders_with_one_corpus_share_its_index_and_one_index_is_kept(tmp_path):
+    for name in ("first", "second", "other"):
+        write_test_set(tmp_path / name)
+    (tmp_path / "second" / "corpus.jsonl").unlink()
+    os.link(tmp_path / "first" / "corpus.jsonl", tmp_path / "second" / "corpus.jsonl")
+    first, second, other = (module.RetrievalSet.read(name, tmp_path / name) for name in ("first", "second", "other"))
+    indexes = module.WordIndexes(str.split)
+    index = indexes.of(first)
+    assert index.num_texts == len(first.folder.documents)
+    assert indexes.of(second) is index
+    kept = weakref.ref(index)
+    del index
+    assert indexes.of(other).num_texts == len(other.folder.documents)
+    assert kept() is None
 
 
 def test_the_weight_of_bm25_is_chosen_for_each_model_on_other_queries(world, tmp_path, capsys):

@@ -106,11 +106,10 @@ def test_data_of_another_kind_is_refused_before_anything_is_encoded(encoder, tmp
 def test_a_weight_is_chosen_only_if_it_is_significantly_better(num_better, chosen):
     qrels = Qrels.of([(query, 0, 1.0) for query in range(20)], 20, 11)
 
-    def rank(rule):
-        row_QK = np.tile(np.arange(1, 11), (20, 1))
-        if rule.weight == 0.6:
-            row_QK[:num_better, 0] = 0
-        return row_QK
+    def rank(rules):
+        row_RQK = np.tile(np.arange(1, 11), (len(rules), 20, 1))
+        row_RQK[[rule.weight for rule in rules].index(0.6), :num_better, 0] = 0
+        return [*row_RQK]
 
     tuned = module.tune_weight(FusionRule(), qrels, rank)
     assert (tuned.rule.weight, tuned.best, tuned.num_queries) == (chosen, 0.6, 20)

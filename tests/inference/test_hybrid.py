@@ -4,6 +4,7 @@ import json
 import math
 import mmap
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,9 +41,18 @@ def fused(world, rule, top_k, texts=None, order_N=None):
 
     # Tiles of uneven length.
     pieces = [document_ND[:7], document_ND[7:8], document_ND[8:]]
-    return fused_top_k(
-        QUERIES, query_QD, words, top_k, rule, tiles=lambda: iter(pieces), nearest=nearest, tie_order_N=order_N
-    )
+    # Of several weights each has the result that it has alone.
+    others = [replace(rule, weight=weight) for weight in (0.05, 0.95)]
+    found = [
+        fused_top_k(
+            QUERIES, query_QD, words, top_k, rules, tiles=lambda: iter(pieces), nearest=nearest, tie_order_N=order_N
+        )
+        for rules in ([rule], [others[0], rule, others[1]])
+    ]
+    assert len(found[1]) == 3
+    for one, of_several in zip(found[0][0], found[1][1], strict=True):
+        np.testing.assert_array_equal(one, of_several)
+    return found[0][0]
 
 
 def standardised(scores):
@@ -109,8 +119,8 @@ def test_one_document_is_found(name, world):
     found = fused((world[0], world[1][:1], world[2][:1]), FusionRule(name), 3) if name != "zscore" else None
     if found is None:
         one = world[1][:1]
-        found = fused_top_k(
-            QUERIES, world[0], BM25(["fox"]), 3, FusionRule(), tiles=lambda: [one], nearest=lambda *_: None
+        (found,) = fused_top_k(
+            QUERIES, world[0], BM25(["fox"]), 3, [FusionRule()], tiles=lambda: [one], nearest=lambda *_: None
         )
         assert found.score_QK.tolist() == [[0.0]] * 5
     assert found.index_QK[:, 0].tolist() == [0] * 5
@@ -148,7 +158,7 @@ def test_the_scores_of_a_block_of_queries_are_in_memory(monkeypatch):
     monkeypatch.setattr(module, "_MAX_SCORES", 3 * num_documents)
     tracemalloc.start()
     try:
-        fused_top_k(queries, query_QD, words, 10, FusionRule(), tiles=lambda: [document_ND], nearest=lambda *_: None)
+        fused_top_k(queries, query_QD, words, 10, [FusionRule()], tiles=lambda: [document_ND], nearest=lambda *_: None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
