@@ -100,9 +100,9 @@ def score(chosen: Namespace, names: Sequence[str]) -> None:
         record(chosen, f"E25 nDCG@10 on {title}, all-MiniLM-L6-v2", float(dense_Q.mean()), "score", "none")
         systems = {"BM25": words_Q, **dict(zip(RULES, fused, strict=True))}
         for system, score_Q in systems.items():
-            record(chosen, f"E25 nDCG@10 on {title}, {system}", float(score_Q.mean()), "score", "none", "bm25s")
+            record(chosen, f"E25 nDCG@10 on {title}, {system}", float(score_Q.mean()), "score", "none", "scipy")
             gain = Ratio(*paired_bootstrap(score_Q, dense_Q), float("nan"))
-            record(chosen, f"E25 gain on {title}, {system}", gain, "nDCG@10", "none", "bm25s")
+            record(chosen, f"E25 gain on {title}, {system}", gain, "nDCG@10", "none", "scipy")
 
 
 def score_languages(chosen: Namespace) -> None:
@@ -114,7 +114,7 @@ def score_languages(chosen: Namespace) -> None:
             row_QK, _ = words.search(folder.queries, TOP_K, folder.tie_order_N)
             title = "English rules" if rules == "english" else "rules of the language"
             value = float(query_ndcg(row_QK, folder.qrels).mean())
-            record(chosen, f"E25 BM25 on xquad/{code} ({language}), {title}", value, "score", "none", "bm25s")
+            record(chosen, f"E25 BM25 on xquad/{code} ({language}), {title}", value, "score", "none", "scipy")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""BM25, the lexical baseline for embedding models, computed by bm25s; PyStemmer stems the words."""
+"""BM25, the lexical baseline for embedding models, as a sparse matrix of scipy; PyStemmer stems the words."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import re
 import sys
 import unicodedata
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import chain, pairwise
@@ -35,6 +36,8 @@ _WORD = re.compile(r"\w+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _STEMMER = Stemmer.Stemmer("porter")
 _MAX_SCORES = 1 << 24
+# Texts whose weights are computed at a time.
+_WEIGHED_TEXTS = 1 << 14
 # Words whose tokens are cached, some 20 MB.
 _CACHED_WORDS = 1 << 16
 # The files of an index: the arrays of a sparse matrix, and the tokens of its rows.
@@ -127,32 +130,40 @@ class BM25:
         b: Penalty for long texts, from 0 (none) to 1.
 
     Shape/precision: weights and sums in float32.
-    Source: Robertson and Zaragoza 2009, Eq. 3.15, with Lucene's idf; computed by bm25s (Lù 2024, arXiv:2407.03618).
-        Differs: exact lengths, where Lucene rounds them.
+    Source: Robertson and Zaragoza 2009, Eq. 3.15, with Lucene's idf; weights computed once, as in bm25s (Lù 2024,
+        arXiv:2407.03618). Differs: exact lengths, where Lucene rounds them.
     """
 
     def __init__(
         self, corpus: Iterable[str], tokenize: Tokenize = word_tokens, k1: float = 1.5, b: float = 0.75
     ) -> None:
-        import bm25s
-
         self._tokenize = tokenize
         self._vocabulary: dict[str, int] = {}
-        # Arrays: lists would take twice the memory.
-        tokens = [
-            array("i", [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)])
-            for text in progress_bar(None, "indexing words", "text", iterable=corpus)
-        ]
-        if not tokens:
+        # Of each text its tokens and their frequencies, in arrays: 8 bytes an entry, which become the weights.
+        token_E, frequency_E, end_N, length_N = array("i"), array("f"), array("q", [0]), array("q")
+        for text in progress_bar(None, "indexing words", "text", iterable=corpus):
+            tokens = [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)]
+            frequencies = Counter(tokens)
+            token_E.extend(frequencies)
+            frequency_E.extend(frequencies.values())
+            end_N.append(len(token_E))
+            length_N.append(len(tokens))
+        if not length_N:
             raise OptionError("corpus", 0, "must have at least one text", "check the corpus file")
-        # The default backend makes 64-bit indices, and needs much more memory on the way.
-        index = bm25s.BM25(method="lucene", k1=k1, b=b, csc_backend="scipy")
-        if self._vocabulary:
-            index.index((tokens, self._vocabulary), create_empty_token=False, show_progress=False)
-        scores = index.scores if self._vocabulary else {"data": [], "indices": [], "indptr": [0, 0]}
-        shape = (max(1, len(self._vocabulary)), len(tokens))
-        self._weight_VN = sparse.csr_array((scores["data"], scores["indices"], scores["indptr"]), shape=shape)
-        self.mean_length = sum(map(len, tokens)) / len(tokens)
+        row_E, weight_E = np.frombuffer(token_E, np.int32), np.frombuffer(frequency_E, np.float32)
+        starts, lengths = np.frombuffer(end_N, np.int64), np.frombuffer(length_N, np.int64)
+        self.mean_length = float(lengths.mean())
+        shape = (max(1, len(self._vocabulary)), len(lengths))
+        df_V = np.bincount(row_E, minlength=shape[0])
+        idf_V = np.log1p((len(lengths) - df_V + 0.5) / (df_V + 0.5)).astype(np.float32)
+        for first in range(0, len(lengths), _WEIGHED_TEXTS):
+            last = min(first + _WEIGHED_TEXTS, len(lengths))
+            part, sizes = slice(starts[first], starts[last]), np.diff(starts[first : last + 1])
+            share_n = k1 * ((1 - b) + b * lengths[first:last] / max(self.mean_length, 1))
+            weight_E[part] *= idf_V[row_E[part]] / (weight_E[part] + np.repeat(share_n, sizes))
+        # With ends in 64 bits the rows would be in 64 bits too.
+        ends = starts.astype(sparse.get_index_dtype(maxval=len(row_E)))
+        self._weight_VN = sparse.csr_array(sparse.csc_array((weight_E, row_E, ends), shape=shape))
 
     def idf(self, token: str) -> float:
         """The inverse document frequency of a token, which need not be in the corpus."""
@@ -218,7 +229,6 @@ class BM25:
         order_N = np.arange(num_texts) if tie_order_N is None else tie_order_N
         step = max(1, _MAX_SCORES // num_texts)
         for start in range(0, len(queries), step):
-            # The search of bm25s does not define the order of equal scores.
             for row, score_N in enumerate(self.scores(queries[start : start + step]), start):
                 index_Qk[row] = order_N[np.argsort(-score_N[order_N], kind="stable")[:k]]
                 score_Qk[row] = score_N[index_Qk[row]]

@@ -1,5 +1,6 @@
 import math
 import random
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -40,6 +41,30 @@ def test_scores_and_ranks_equal_a_loop_written_out(k1, b):
         expected = loop_scores(texts, query, k1, b)
         np.testing.assert_allclose(score_k, [expected[row] for row in index_k], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(score_k, sorted(expected, reverse=True)[:7], rtol=1e-5, atol=1e-7)
+
+
+def test_the_weights_are_those_of_bm25s_in_half_the_memory(monkeypatch):
+    import bm25s
+
+    monkeypatch.setattr("embeddings.inference.bm25._WEIGHED_TEXTS", 700)
+    generator = np.random.default_rng(0)
+    texts = [" ".join(map(str, generator.zipf(1.3, size) % 5000)) for size in generator.integers(0, 60, 5000)]
+    tracemalloc.start()
+    try:
+        found = BM25(texts, str.split)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    weight_VN, vocabulary = found._weight_VN, found._vocabulary
+    peer = bm25s.BM25(method="lucene", k1=1.5, b=0.75, csc_backend="scipy")
+    tokens = [[vocabulary[token] for token in text.split()] for text in texts]
+    peer.index((tokens, vocabulary), create_empty_token=False, show_progress=False)
+    for name, found_n in (("data", weight_VN.data), ("indices", weight_VN.indices), ("indptr", weight_VN.indptr)):
+        np.testing.assert_array_equal(found_n, peer.scores[name])
+        assert found_n.itemsize == 4
+    assert found.mean_length == np.mean([len(each) for each in tokens])
+    # The weights by text and by token, and the arrays' reserve.
+    assert peak < 8 * weight_VN.nnz * 2.6 + 100 * len(vocabulary)
 
 
 def test_equal_scores_keep_the_order_of_the_corpus():
