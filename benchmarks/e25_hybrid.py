@@ -83,7 +83,7 @@ def scores_of(folder: RetrievalFolder, encoder: Encoder) -> dict[str, npt.NDArra
         "dense": nearest(query_QD, TOP_K).index_QK,
         "BM25": words.search(folder.queries, TOP_K, order_N)[0],
         **{
-            name: fused(rule, tiles=lambda: [document_ND], nearest=nearest, device=encoder.device).index_QK
+            name: fused([rule], tiles=lambda: [document_ND], nearest=nearest, device=encoder.device)[0].index_QK
             for name, rule in RULES.items()
         },
     }
