@@ -159,7 +159,7 @@ class BM25:
         for first in range(0, len(lengths), _WEIGHED_TEXTS):
             last = min(first + _WEIGHED_TEXTS, len(lengths))
             part, sizes = slice(starts[first], starts[last]), np.diff(starts[first : last + 1])
-            share_n = k1 * ((1 - b) + b * lengths[first:last] / max(self.mean_length, 1))
+            share_n = k1 * ((1 - b) + b * lengths[first:last] / (self.mean_length or 1))
             weight_E[part] *= idf_V[row_E[part]] / (weight_E[part] + np.repeat(share_n, sizes))
         # With ends in 64 bits the rows would be in 64 bits too.
         ends = starts.astype(sparse.get_index_dtype(maxval=len(row_E)))

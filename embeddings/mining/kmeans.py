@@ -255,6 +255,7 @@ def _nearest(vector_ND: Floats, centroid_DC: torch.Tensor) -> tuple[Floats, Rows
     size = max(128, _PRODUCT_SCORES // centroid_DC.shape[1])
     for start in range(0, len(vector_ND), size):
         block = slice(start, start + size)
+        # A copy: memory-mapped vectors are read-only, which torch does not support.
         score_nC = torch.tensor(vector_ND[block]).mm(centroid_DC).numpy()
         # torch takes twice as long to find a maximum and its place.
         score_nC.argmax(axis=1, out=centroid_N1[block, 0])

@@ -41,14 +41,20 @@ def fused(world, rule, top_k, texts=None, order_N=None):
 
     # Tiles of uneven length.
     pieces = [document_ND[:7], document_ND[7:8], document_ND[8:]]
-    # Of several weights each has the result that it has alone.
+    readings = []
+
+    def tiles():
+        readings[-1] += 1
+        return iter(pieces)
+
+    def ranked(rules):
+        readings.append(0)
+        return fused_top_k(QUERIES, query_QD, words, top_k, rules, tiles=tiles, nearest=nearest, tie_order_N=order_N)
+
+    # Of several weights each has the result that it has alone, and the documents are read as often.
     others = [replace(rule, weight=weight) for weight in (0.05, 0.95)]
-    found = [
-        fused_top_k(
-            QUERIES, query_QD, words, top_k, rules, tiles=lambda: iter(pieces), nearest=nearest, tie_order_N=order_N
-        )
-        for rules in ([rule], [others[0], rule, others[1]])
-    ]
+    found = [ranked([rule]), ranked([others[0], rule, others[1]])]
+    assert readings[0] == readings[1]
     assert len(found[1]) == 3
     for one, of_several in zip(found[0][0], found[1][1], strict=True):
         np.testing.assert_array_equal(one, of_several)

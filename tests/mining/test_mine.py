@@ -170,12 +170,12 @@ def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
         assert whole.read_bytes() == killed.read_bytes()
 
 
-@pytest.mark.parametrize(("rows_together", "num_shards"), [(1 << 20, 5), (10, 3), (5, 2)])
-def test_probing_all_lists_gives_the_exact_records(rows_together, num_shards, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("size", "rows_together", "num_shards"), [(5, 1 << 20, 5), (5, 10, 3), (5, 5, 2), (1, 1, 3)])
+def test_probing_all_lists_gives_the_exact_records(size, rows_together, num_shards, tmp_path, monkeypatch):
     monkeypatch.setattr("embeddings.mining.mine._ROWS_PER_SHARD_TOGETHER", rows_together)
-    run(tmp_path, "exact.parquet")
-    run(tmp_path, "ivf.parquet", search=SearchOptions("ivf", num_lists=3, num_probes=3))
-    for name, number in (("exact", 5), ("ivf", num_shards)):
+    run(tmp_path, "exact.parquet", shard_size=size)
+    run(tmp_path, "ivf.parquet", shard_size=size, search=SearchOptions("ivf", num_lists=3, num_probes=3))
+    for name, number in (("exact", -(-22 // size)), ("ivf", num_shards)):
         assert len([*(tmp_path / f"{name}.parquet.work").glob("mined-*.parquet")]) == number
     found, exact = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("ivf", "exact"))
     assert found["negatives"].equals(exact["negatives"])
