@@ -403,20 +403,23 @@ def test_queries_without_judgments_are_ranked_as_those_with(world, tmp_path):
     assert (found["start"] != found["hybrid"]).any()
 
 
-def test_folders_with_one_corpus_share_its_index_and_one_index_is_kept(tmp_path):
-    for name in ("first", "second", "other"):
-        write_test_set(tmp_path / name)
-    (tmp_path / "second" / "corpus.jsonl").unlink()
-    os.link(tmp_path / "first" / "corpus.jsonl", tmp_path / "second" / "corpus.jsonl")
-    first, second, other = (module.RetrievalSet.read(name, tmp_path / name) for name in ("first", "second", "other"))
-    indexes = module.WordIndexes(str.split)
-    index = indexes.of(first)
-    assert index.num_texts == len(first.folder.documents)
-    assert indexes.of(second) is index
-    kept = weakref.ref(index)
-    del index
-    assert indexes.of(other).num_texts == len(other.folder.documents)
-    assert kept() is None
+def test_folders_with_one_corpus_share_its_index_and_one_index_is_kept(world, tmp_path, monkeypatch):
+    for name in ("validation", "other"):
+        shutil.copytree(world / "small", tmp_path / name)
+    (tmp_path / "validation" / "corpus.jsonl").unlink()
+    os.link(world / "small" / "corpus.jsonl", tmp_path / "validation" / "corpus.jsonl")
+    made, kept = [], []
+
+    class Counted(module.BM25):
+        def __init__(self, *arguments):
+            kept.append(sum(index() is not None for index in made))
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(module, "BM25", Counted)
+    tests, validation = [world / "small", tmp_path / "other"], tmp_path / "validation"
+    compare(str(world / "start"), [], tests, tmp_path / "vectors", validation=validation, **OPTIONS)
+    assert kept == [0, 0]
 
 
 def test_the_weight_of_bm25_is_chosen_for_each_model_on_other_queries(world, tmp_path, capsys):
