@@ -33,6 +33,7 @@ from embeddings.models.compilation import COMPILED_TEXTS, compile_if_possible, i
 from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
+from embeddings.models.moe.experts import shared_casts
 
 Vectors = npt.NDArray[np.float32]
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
@@ -460,10 +461,11 @@ class Encoder:
         """Evaluation mode without gradients, in the chosen precision; the mode of every module is restored."""
         low = self.dtype not in (torch.float32, torch.int8)
         int8 = nullcontext() if self._int8 is None else self._int8.on()
-        # FSDP2 weights that are gathered in inference mode cannot be trained afterwards.
-        no_gradients = torch.no_grad() if hasattr(self.embedder, "unshard") else torch.inference_mode()
+        # Autocast keeps no cast weights in inference mode: each mini-batch would cast them. FSDP2 weights that are gathered
+        # in it cannot be trained afterwards.
+        no_gradients = torch.no_grad() if low or hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
-        with evaluating(self.embedder), no_gradients, int8, autocast:
+        with evaluating(self.embedder), no_gradients, int8, autocast, shared_casts():
             yield
 
 

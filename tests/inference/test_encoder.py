@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import normalizers, processors
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embeddings.common import InputError, NumericError, OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
@@ -107,6 +109,31 @@ def test_float32_holds_inside_an_outer_autocast_and_bfloat16_stays_near_it():
     assert low.dtype == np.float32
     assert not np.array_equal(exact, low)
     assert (exact * low).sum(axis=1).min() > 0.999
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of each parameter to bfloat16."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.names = {parameter.data_ptr(): name for name, parameter in module.named_parameters()}
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_cast = function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
+        if is_cast and args[0].data_ptr() in self.names:
+            self.count[self.names[args[0].data_ptr()]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [tiny_embedder, lambda: around(tiny_moe())])
+def test_all_mini_batches_share_the_weights_that_autocast_casts(make):
+    embedder = make()
+    encoder = Encoder(embedder, precision="bfloat16", mini_batch_tokens=8)
+    with Casts(embedder) as casts:
+        encoder.encode(some_texts(20))
+    assert len(casts.count) > 5
+    assert {*casts.count.values()} == {1}
 
 
 @pytest.mark.parametrize(
