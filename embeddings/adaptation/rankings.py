@@ -3,9 +3,10 @@
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
+from itertools import compress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,7 @@ import torch
 
 from embeddings.adaptation.weights import SHARES, WeightPath, Whitening, best_share
 from embeddings.common import InputError
-from embeddings.common.io import file_hash
+from embeddings.common.io import file_hash, write_json_lines
 from embeddings.common.packed_texts import PackedTexts
 from embeddings.common.text import GivenPrompt, TextRole
 from embeddings.data.readers import open_reader
@@ -55,8 +56,15 @@ class RetrievalSet:
     kinds: npt.NDArray[np.str_]
 
     @classmethod
-    def read(cls, name: str, path: Path, folder: RetrievalFolder | None = None) -> Self:
+    def read(
+        cls, name: str, path: Path, folder: RetrievalFolder | None = None, others: Iterable["RetrievalSet"] = ()
+    ) -> Self:
+        """Read a folder; if its corpus is the file of one of `others`, both hold the same texts."""
         folder, files = folder or read_retrieval_folder(path), retrieval_files(path)
+        for other in others:
+            if files.corpus.samefile(other.files.corpus):
+                texts, ids = other.folder.documents, other.folder.document_ids
+                folder = replace(folder, documents=texts, document_ids=ids)
         kinds = dict(_kinds(files.queries))
         return cls(name, files, folder, np.array([kinds[query] for query in folder.query_ids]))
 
@@ -72,6 +80,33 @@ class RetrievalSet:
         folder = RetrievalFolder(documents, ids, list(queries.values()), list(queries), qrels)
         files = RetrievalFiles(corpus, corpus, corpus)
         return cls(corpus.resolve().parent.name, files, folder, np.full(len(queries), REAL))
+
+    def sampled(self, max_documents: int, output: Path) -> Self:
+        """The queries over their judged documents and others at random; the set itself if its corpus is no larger.
+
+        Args:
+            max_documents: The number of documents, or that of the judged ones if it is higher.
+            output: The file to write, JSON Lines.
+        """
+        folder, qrels = self.folder, self.folder.qrels
+        num_documents = len(folder.documents)
+        if num_documents <= max_documents:
+            return self
+        is_in_N = np.zeros(num_documents, bool)
+        is_in_N[qrels.document_J] = True
+        others_N = np.flatnonzero(~is_in_N)
+        num_others = max(0, max_documents - int(is_in_N.sum()))
+        is_in_N[np.random.default_rng(0).choice(others_N, num_others, replace=False)] = True
+        ids, documents = PackedTexts(), PackedTexts()
+        for name, text in compress(zip(folder.document_ids, folder.documents, strict=True), is_in_N):
+            ids.append(name)
+            documents.append(text)
+        rows = ({"_id": name, "text": text} for name, text in zip(ids, documents, strict=True))
+        write_json_lines(output, rows)
+        document_J = np.cumsum(is_in_N)[qrels.document_J] - 1
+        qrels = replace(qrels, document_J=document_J, num_documents=len(documents))
+        sample = replace(folder, documents=documents, document_ids=ids, qrels=qrels)
+        return replace(self, files=self.files._replace(corpus=output), folder=sample)
 
     def ids_of(self, rows: Iterable[Rows]) -> dict[int, str]:
         """The ids of the documents at rows of any shape, by row, in one pass: an access reads a block of ids."""
@@ -101,7 +136,10 @@ def _kinds(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_test_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet]:
-    return [RetrievalSet.read(name, path) for name, path in _unique_names(roots)]
+    sets: list[RetrievalSet] = []
+    for name, path in _unique_names(roots):
+        sets.append(RetrievalSet.read(name, path, others=sets))
+    return sets
 
 
 def read_general_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet | SimilaritySet]:

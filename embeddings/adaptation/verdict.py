@@ -198,7 +198,7 @@ def compare(
     """
     rule, words_of = FusionRule.of(weight=weight), WordIndexes(tokenizer(language)).of
     tests, others = read_test_sets(data), read_general_sets(general)
-    judges = [] if validation is None else [RetrievalSet.read("validation", Path(validation))]
+    judges = [] if validation is None else [RetrievalSet.read("validation", Path(validation), others=tests)]
     models = _models(start, trained)
     encoded = _encode_all(models, [*tests, *others, *judges], vectors, precision, context_size)
     tuned = {}

@@ -31,6 +31,8 @@ from embeddings.inference.bm25 import ENGLISH
 from embeddings.models.model_card import shown_name
 
 VERDICT = {"kind": "verdict"}
+# The places of a path are compared on at most so many documents: each place is encoded anew, MiniLM's in 15 minutes.
+MAX_DOCUMENTS = 50_000
 # The verdict for the card of a model.
 CARD_SECTION = "verdict.md"
 
@@ -115,7 +117,8 @@ def interpolate(
 
     With `data`, the shares 0, 0.25, 0.5, 0.75 and 1 are scored on its queries, and the model with the highest nDCG@10
     is written, of equal ones the nearest to the start. Of several trained models the best is chosen too, of equal ones
-    the first. Choose on other queries than you test on.
+    the first. Of a corpus above 50,000 documents, the judged ones and others at random are searched. Choose on other
+    queries than you test on.
 
     Args:
         start: The model that training started from, a directory or Hub id.
@@ -145,10 +148,11 @@ def interpolate(
         tune_malloc()
         scores: dict[str, dict[float, float]] = {}
         with scratch_folder(output.expanduser()) if vectors is None else nullcontext(vectors.expanduser()) as kept:
+            sample = test.sampled(MAX_DOCUMENTS, kept / "sample.jsonl")
             for each in models:
                 # The start, which all paths share, is scored once.
                 shares = SHARES[1:] if scores else SHARES
-                scores[each] = path_scores(WeightPath(start, each), test, kept, shares, precision)
+                scores[each] = path_scores(WeightPath(start, each), sample, kept, shares, precision)
         chosen = max(scores, key=lambda each: max(scores[each].values()))
         place = best_share(scores[chosen])
         rows = [
@@ -157,11 +161,14 @@ def interpolate(
             for at, score in found.items()
         ]
         first = 0 if len(models) > 1 else 1
+        all_documents, documents = (len(each.folder.documents) for each in (test, sample))
+        over = f" over {documents:,} of {all_documents:,} documents" if sample is not test else ""
+        print(f"nDCG@10 on {len(test.folder.queries)} validation queries{over}")
         print(format_table([("trained", "share", "nDCG@10", "")[first:], *(row[first:] for row in rows)], "<"))
         for each, found in scores.items():
             listed = ", ".join(f"{score:.4f} at {at:g}" for at, score in found.items())
             name = "chosen by" if each == chosen else f"not chosen: {shown_name(each)}"
-            facts[name] = f"nDCG@10 on {len(test.folder.queries)} validation queries: {listed}"
+            facts[name] = f"nDCG@10 on {len(test.folder.queries)} validation queries{over}: {listed}"
     interpolate_models(start, chosen, output, place, facts)
     print(f"wrote {output}: {place:g} of the way from {start} to {chosen}")
 

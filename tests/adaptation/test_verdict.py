@@ -403,12 +403,17 @@ def test_queries_without_judgments_are_ranked_as_those_with(world, tmp_path):
     assert (found["start"] != found["hybrid"]).any()
 
 
-def test_folders_with_one_corpus_share_its_index_and_one_index_is_kept(world, tmp_path, monkeypatch):
+def test_folders_with_one_corpus_share_its_texts_and_index_and_one_index_is_kept(world, tmp_path, monkeypatch):
     for name in ("validation", "other"):
         shutil.copytree(world / "small", tmp_path / name)
     (tmp_path / "validation" / "corpus.jsonl").unlink()
     os.link(world / "small" / "corpus.jsonl", tmp_path / "validation" / "corpus.jsonl")
-    made, kept = [], []
+    made, kept, documents = [], [], []
+    original = module.searched
+
+    def searched(test, *options):
+        documents.append(test.folder.documents)
+        return original(test, *options)
 
     class Counted(module.BM25):
         def __init__(self, *arguments):
@@ -417,9 +422,11 @@ def test_folders_with_one_corpus_share_its_index_and_one_index_is_kept(world, tm
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(module, "BM25", Counted)
+    monkeypatch.setattr(module, "searched", searched)
     tests, validation = [world / "small", tmp_path / "other"], tmp_path / "validation"
     compare(str(world / "start"), [], tests, tmp_path / "vectors", validation=validation, **OPTIONS)
     assert kept == [0, 0]
+    assert len({id(texts) for texts in documents}) == 2
 
 
 def test_the_weight_of_bm25_is_chosen_for_each_model_on_other_queries(world, tmp_path, capsys):

@@ -190,6 +190,37 @@ def test_the_command_chooses_on_validation_queries(tmp_path, capsys, monkeypatch
     assert_refused(capsys, tmp_path, "is not a directory", main, [*line[:3], "--trained", "./no", *line[5:]])
 
 
+def test_a_path_is_scored_on_a_sample_of_a_large_corpus(tmp_path, capsys, monkeypatch):
+    start, trained = write_models(tmp_path)
+    data = write_test_set(tmp_path / "validation")
+    test = RetrievalSet.read("validation", data)
+    ids, texts = list(test.folder.document_ids), list(test.folder.documents)
+    sample = test.sampled(len(texts) - 3, tmp_path / "sample.jsonl")
+    found = RetrievalSet.unlabelled(sample.files.corpus, {}).folder
+    for each in (sample.folder, found):
+        assert len(each.documents) == len(texts) - 3
+        assert [*zip(each.document_ids, each.documents, strict=True)] == [
+            pair for pair in zip(ids, texts, strict=True) if pair[0] in set(each.document_ids)
+        ]
+    # The same documents are judged, at other rows.
+    judged = [[each.document_ids[row] for row in each.qrels.document_J] for each in (test.folder, sample.folder)]
+    assert judged[0] == judged[1]
+    assert sample.folder.qrels.num_documents == len(texts) - 3
+    assert (sample.folder.queries, sample.name, [*sample.kinds]) == (test.folder.queries, test.name, [*test.kinds])
+    assert len(test.sampled(1, tmp_path / "judged.jsonl").folder.documents) == len(set(judged[0])) < len(texts) - 3
+    assert test.sampled(len(texts), tmp_path / "none.jsonl") is test
+    assert not (tmp_path / "none.jsonl").exists()
+
+    monkeypatch.setattr("embeddings.cli.compare.MAX_DOCUMENTS", len(texts) - 3)
+    line = ["interpolate", "--start", str(start), "--trained", str(trained), "--output", str(tmp_path / "out")]
+    assert main([*line, "--data", str(data), "--precision", "float32"]) == 0
+    expected = path_scores(WeightPath(start, trained), sample, tmp_path / "work", precision="float32")
+    printed, over = capsys.readouterr().out, f"over {len(texts) - 3} of {len(texts)} documents"
+    assert f"validation queries {over}" in printed
+    assert all(f"{score:.4f}" in printed for score in expected.values())
+    assert over in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_the_command_chooses_between_models(tmp_path, capsys, monkeypatch):
     start, trained = write_models(tmp_path)
     shutil.copytree(trained, tmp_path / "other")
