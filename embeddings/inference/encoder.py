@@ -461,8 +461,8 @@ class Encoder:
         """Evaluation mode without gradients, in the chosen precision; the mode of every module is restored."""
         low = self.dtype not in (torch.float32, torch.int8)
         int8 = nullcontext() if self._int8 is None else self._int8.on()
-        # Autocast keeps no cast weights in inference mode: each mini-batch would cast them. FSDP2 weights that are gathered
-        # in it cannot be trained afterwards.
+        # In inference mode autocast would cast the weights in each mini-batch, and weights that FSDP2 gathers in it
+        # cannot be trained afterwards.
         no_gradients = torch.no_grad() if low or hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
         with evaluating(self.embedder), no_gradients, int8, autocast, shared_casts():
