@@ -28,7 +28,7 @@ from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.precision import Int8Products, Precision, cpu_flags
+from embeddings.inference.precision import HalfProducts, Int8Products, Precision, Products, cpu_flags
 from embeddings.models.compilation import COMPILED_TEXTS, compile_if_possible, is_compiled
 from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
@@ -193,7 +193,7 @@ class Encoder:
         self.embedder = embedder
         self.device = embedder.device
         self.dtype = resolve_precision(precision, self.device, {weight.dtype for weight in embedder.parameters()})
-        self._int8 = Int8Products(embedder) if self.dtype == torch.int8 else None
+        self._products: Products | None = Int8Products(embedder) if self.dtype == torch.int8 else None
         if mini_batch_tokens is None:
             is_cpu = self.device.type == "cpu"
             per_thread = CPU_MINI_BATCH_TOKENS_PER_THREAD * torch.get_num_threads()
@@ -225,6 +225,8 @@ class Encoder:
         """Load the encoder of a model directory or Hub id on `device` (None: the first GPU, else the CPU)."""
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         encoder = cls.from_embedder(load_embedder(model, device=device), precision, **options)
+        if device.type == "cpu" and encoder.is_half:
+            encoder._products = HalfProducts(encoder.embedder, encoder.dtype)
         encoder.origin = model
         return encoder
 
@@ -243,6 +245,11 @@ class Encoder:
         if self.origin is not None and Path(self.origin).expanduser().is_dir():
             return push_to_hub(self.origin, name, **options)
         return push_embedder(self.embedder, name, **options)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether matrix products are in half precision."""
+        return self.dtype not in (torch.float32, torch.int8)
 
     @property
     def embedding_dim(self) -> int:
@@ -459,13 +466,13 @@ class Encoder:
     @contextmanager
     def _inference(self) -> Iterator[None]:
         """Evaluation mode without gradients, in the chosen precision; the mode of every module is restored."""
-        low = self.dtype not in (torch.float32, torch.int8)
-        int8 = nullcontext() if self._int8 is None else self._int8.on()
+        low = self.is_half
+        products = nullcontext() if self._products is None else self._products.on()
         # In inference mode autocast would cast the weights in each mini-batch, and weights that FSDP2 gathers in it
         # cannot be trained afterwards.
         no_gradients = torch.no_grad() if low or hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
-        with evaluating(self.embedder), no_gradients, int8, autocast, shared_casts():
+        with evaluating(self.embedder), no_gradients, products, autocast, shared_casts():
             yield
 
 

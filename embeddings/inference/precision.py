@@ -1,10 +1,10 @@
-"""The instructions of the CPU, and linear layers in int8."""
+"""The instructions of the CPU, and linear layers in int8 or half precision."""
 
 import platform
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,13 +88,15 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
     return product
 
 
-class Int8Products:
-    """The linear layers of a model's backbones, including adapters, which `on` runs in int8; weights do not change.
+class Products:
+    """Other products of the linear layers of a model's backbones, including adapters; weights do not change.
 
-    Each row of a weight has a fixed scale, and each token a scale of its own. Everything else runs in float32.
+    Args:
+        model: The model.
+        make: Makes the function that runs a layer, from the layer and the module that owns it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, make: Callable[[nn.Linear, nn.Module], Product]) -> None:
         backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         owners = {
             layer: owner
@@ -103,10 +105,7 @@ class Int8Products:
             for layer in owner.children()
             if type(layer) is nn.Linear
         }
-        self._inputs = QuantisedInput()
-        self._products: list[tuple[Any, Product]] = [
-            (layer, linear_product(layer, owner, self._inputs)) for layer, owner in owners.items()
-        ]
+        self._products: list[tuple[Any, Product]] = [(layer, make(layer, owner)) for layer, owner in owners.items()]
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -115,6 +114,35 @@ class Int8Products:
         try:
             yield
         finally:
-            self._inputs.clear()
             for layer, _ in self._products:
                 del layer.forward
+
+
+class Int8Products(Products):
+    """Products in int8. Each row of a weight has a fixed scale, and each token one of its own; the rest is float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inputs = QuantisedInput()
+        super().__init__(model, lambda layer, owner: linear_product(layer, owner, self._inputs))
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        try:
+            with super().on():
+                yield
+        finally:
+            self._inputs.clear()
+
+
+class HalfProducts(Products):
+    """Products under autocast to `dtype` with weights that are cast once: autocast itself casts them in each call.
+
+    For one short text this takes longer than its products. The values are the same.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        def make(layer: nn.Linear, _: nn.Module) -> Product:
+            weights = (None if weight is None else weight.detach().to(dtype) for weight in (layer.weight, layer.bias))
+            return partial(nn.functional.linear, **dict(zip(("weight", "bias"), weights, strict=True)))
+
+        super().__init__(model, make)

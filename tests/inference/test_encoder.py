@@ -2,14 +2,12 @@
 
 import copy
 import pickle
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import normalizers, processors
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from embeddings.common import InputError, NumericError, OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
@@ -17,6 +15,7 @@ from embeddings.inference import encoder as encoder_module
 from embeddings.inference.encoder import Encoder, embedder_sha256, text_blocks
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
 from embeddings.models.directory import ContextForm
+from tests.helpers.casts import Casts
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
 from tests.inference.models import some_texts, tiny_embedder
@@ -109,21 +108,6 @@ def test_float32_holds_inside_an_outer_autocast_and_bfloat16_stays_near_it():
     assert low.dtype == np.float32
     assert not np.array_equal(exact, low)
     assert (exact * low).sum(axis=1).min() > 0.999
-
-
-class Casts(TorchDispatchMode):
-    """Counts the casts of each parameter to bfloat16."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.names = {parameter.data_ptr(): name for name, parameter in module.named_parameters()}
-        self.count = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_cast = function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
-        if is_cast and args[0].data_ptr() in self.names:
-            self.count[self.names[args[0].data_ptr()]] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("make", [tiny_embedder, lambda: around(tiny_moe())])

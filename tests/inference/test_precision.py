@@ -12,13 +12,15 @@ from torch import nn
 from embeddings.common import OptionError
 from embeddings.inference import CorpusSearch, Encoder, encode_corpus, precision
 from embeddings.inference.encoder import resolve_precision
-from embeddings.inference.precision import Int8Products, QuantisedInput, has_int8_products
-from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
+from embeddings.inference.precision import HalfProducts, Int8Products, QuantisedInput, has_int8_products
+from embeddings.models import AnchorTokenPooling, Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
+from tests.helpers.casts import Casts
 from tests.helpers.processes import run_command
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
-from tests.inference.models import write_corpus
-from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
+from tests.inference.models import tiny_embedder, write_corpus
+from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
+from tests.models.moe import tiny_moe
 
 CPU = torch.device("cpu")
 
@@ -150,6 +152,45 @@ def test_a_model_is_restored_afterwards():
     assert all(value is None for name, value in vars(products._inputs).items() if name != "steps")
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def with_anchor_tokens():
+    backbone = tiny_mistral()
+    make_bidirectional(backbone)
+    return Embedder(backbone, wordpiece_tokenizer(), AnchorTokenPooling(32)).eval()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_embedder,
+        lambda: embedder(tiny_xlm_roberta()),
+        lambda: embedder(tiny_nomic()),
+        lambda: embedder(tiny_modernbert()),
+        lambda: embedder(tiny_mistral()),
+        lambda: embedder(add_lora(tiny_bert(), LoraSettings(rank=2))),
+        lambda: embedder(tiny_moe()),
+        with_anchor_tokens,
+        tiny_contextual,
+    ],
+)
+def test_weights_that_are_cast_once_give_the_bits_of_autocast(make):
+    model = make()
+    encoder = Encoder(model, precision="bfloat16")
+    expected = encoder.encode(TEXTS)
+    encoder._products = HalfProducts(model, torch.bfloat16)
+    assert len(encoder._products._products) >= 4
+    np.testing.assert_array_equal(encoder.encode(TEXTS), expected)
+
+
+def test_a_loaded_model_casts_no_weight_of_a_linear_layer_in_a_call(tmp_path):
+    tiny_embedder().save_pretrained(tmp_path)
+    encoder = Encoder.from_pretrained(str(tmp_path), device="cpu", precision="bfloat16")
+    with Casts(encoder.embedder) as casts:
+        found = encoder.encode(TEXTS)
+    assert not [name for name in casts.count if "layer." in name and "LayerNorm" not in name]
+    np.testing.assert_array_equal(found, Encoder(encoder.embedder, precision="bfloat16").encode(TEXTS))
+    assert Encoder.from_pretrained(str(tmp_path), device="cpu", precision="float32")._products is None
 
 
 def test_adapters_and_their_base_layers_run_in_int8_and_the_head_does_not():

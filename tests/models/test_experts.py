@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from embeddings.common import OptionError
 from embeddings.models import set_expert_backend
 from embeddings.models.moe.experts import Experts, Router, grouped_experts, loop_experts, shared_casts
 from embeddings.models.moe.rotary_moe import MoeMlp
+from tests.helpers.casts import Casts
 from tests.models.moe import EXPERTS, HIDDEN, make_experts, make_router, random_tokens, routing_of, written_out
 
 BACKENDS = {"grouped_mm": grouped_experts, "loop": loop_experts}
@@ -171,20 +171,6 @@ def test_the_layer_compiles(dtype):
     torch.testing.assert_close(*found)
 
 
-class Casts(TorchDispatchMode):
-    """Counts the casts of tensors of some shape to bfloat16."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        options = kwargs or {}
-        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.count += options.get("dtype") is torch.bfloat16
-        return function(*args, **options)
-
-
 def passes(experts, shares, recomputes):
     """Outputs and gradients of three mini-batches, the first without a graph, and how often `w1` was cast for them."""
     routing = routing_of(torch.tensor([[0, 1], [2, 3], [0, 3]]), num_experts=4)
@@ -194,11 +180,11 @@ def passes(experts, shares, recomputes):
         return checkpoint(experts, tokens, routing, use_reentrant=False) if recomputes else experts(tokens, routing)
 
     sharing = shared_casts() if shares else nullcontext()
-    with Casts(experts.w1.shape) as casts, torch.autocast("cpu", torch.bfloat16), sharing:
+    with Casts(experts) as casts, torch.autocast("cpu", torch.bfloat16), sharing:
         with torch.no_grad():
             outputs.append(run())
         outputs += [run(), run()]
-    num_casts = casts.count // 2
+    num_casts = casts.count["w1"]
     for output in outputs[1:]:
         output.float().square().sum().backward()
     gradients = [weight.grad for weight in experts.parameters()]
