@@ -229,22 +229,30 @@ def _identity(trial: Trial) -> tuple[str, int]:
 
 
 def _covering(trials: Sequence[Trial]) -> dict[tuple[str, int], tuple[str, int]]:
-    """For each trial the one whose result it shows: itself if it has a value, or flags together, that none before has.
+    """For each trial the one whose result it shows: few trials have all values, and all sets of flags, of the trials.
 
-    Numbers count as zero or not. The others show the result of the trial with their flags, on which the metrics depend,
-    that has most values in common.
+    The next is always the one with the most values that none before has. Numbers count as zero or not. The others show
+    the result of the trial with their flags, on which the metrics depend, that has most values in common.
     """
-    shown: dict[tuple[str, int], tuple[str, int]] = {}
-    run: dict[tuple[str, int], set[tuple[str, str]]] = {}
+    flags_of, values_of = dict[tuple[str, int], str](), dict[tuple[str, int], set[tuple[str, str]]]()
     for trial in trials:
         flags = {name: value for name, value in trial.settings.items() if isinstance(value, bool)}
         settings = {name: bool(x) if isinstance(x, int | float) else x for name, x in trial.settings.items()}
-        values = {(name, json.dumps(value, sort_keys=True)) for name, value in (*settings.items(), ("flags", flags))}
-        if values - set().union(*run.values()):
-            run[_identity(trial)] = values
-        alike = [other for other in run if ("flags", json.dumps(flags, sort_keys=True)) in run[other]]
-        shown[_identity(trial)] = max(alike, key=lambda other: len(run[other] & values))
-    return shown
+        flags_of[_identity(trial)] = json.dumps(flags, sort_keys=True)
+        values_of[_identity(trial)] = {
+            (name, json.dumps(value, sort_keys=True)) for name, value in (*settings.items(), ("flags", flags))
+        }
+    missing, run = set().union(*values_of.values()), list[tuple[str, int]]()
+    while missing:
+        run.append(max(values_of, key=lambda trial: len(values_of[trial] & missing)))
+        missing -= values_of[run[-1]]
+    return {
+        trial: max(
+            (other for other in run if flags_of[other] == flags_of[trial]),
+            key=lambda other: len(values_of[other] & values_of[trial]),
+        )
+        for trial in values_of
+    }
 
 
 def _finished() -> dict[tuple[str, int], Metrics]:
