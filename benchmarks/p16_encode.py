@@ -5,7 +5,8 @@ threads, each in a separate process. In int8 the target is 2.5 times the speed o
 is also measured at BERT-base's size with random weights: the wider a model, the smaller the share of attention, which
 stays in float32. The peer in int8 is onnxruntime with the int8 graph that `export --format onnx-int8` writes.
 
-The texts are both sides of 128 question-answer pairs, truncated to 256 tokens.
+The texts are both sides of 128 question-answer pairs, truncated to 256 tokens; the queries are the questions, one after
+another, as a search encodes them.
 """
 
 import shutil
@@ -57,6 +58,19 @@ def peer_encoding(folder: str, texts: list[str], precision: str) -> Callable[...
         return np.asarray(model.encode(texts, batch_size=batch_size, show_progress_bar=False))
 
     return run
+
+
+def our_queries(folder: str, texts: list[str], precision: Precision) -> Callable[[], Vectors]:
+    """Our encoding of one text after another, as a search encodes queries."""
+    tune_malloc()
+    encoder = Encoder.from_pretrained(folder, device="cpu", precision=precision)
+    return lambda: np.concatenate([encoder.encode([text]) for text in texts])
+
+
+def peer_queries(folder: str, texts: list[str], precision: str) -> Callable[[], Vectors]:
+    """The peer's encoding of one text after another."""
+    model = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": getattr(torch, precision)})
+    return lambda: np.concatenate([np.asarray(model.encode([text], show_progress_bar=False)) for text in texts])
 
 
 def onnx_encoding(folder: str, texts: list[str]) -> Action:
@@ -143,6 +157,20 @@ def record_share_of_peak(chosen: Namespace, precision: Precision, model: str, te
     )
 
 
+def record_queries(chosen: Namespace, model: str, queries: list[str]) -> None:
+    """Time our encoding of single queries in bfloat16 against our float32 and the peer in bfloat16."""
+    with ExitStack() as stack:
+        ours, exact = (
+            stack.enter_context(separate_process(chosen, our_queries, model, queries, precision))
+            for precision in ("bfloat16", "float32")
+        )
+        peer = stack.enter_context(separate_process(chosen, peer_queries, model, queries, "bfloat16"))
+        ratio = compare(ours, exact, chosen)
+        record(chosen, "P16 single queries in bfloat16 over float32", ratio, "ratio", "none", "torch")
+        ratio = compare(ours, peer, chosen)
+        record(chosen, "P16 single queries in bfloat16 over the default in bfloat16", ratio, "ratio", "<=1", PEERS)
+
+
 def record_int8(chosen: Namespace, model: str, texts: list[str]) -> None:
     """Time int8 against our own float32 and against onnxruntime, and record the minimum cosine to float32."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
@@ -191,6 +219,8 @@ def main() -> None:
             model = f"{folder}/model"
             small_embedder().save_pretrained(model)
         record_pair(chosen, model, texts)
+        if Encoder.from_pretrained(model, device="cpu").dtype == torch.bfloat16:
+            record_queries(chosen, model, texts[::2])
         record_int8(chosen, model, texts)
     record_wide_int8(chosen, texts[:64])
 
