@@ -120,6 +120,22 @@ def test_all_mini_batches_share_the_weights_that_autocast_casts(make):
     assert {*casts.count.values()} == {1}
 
 
+@pytest.mark.parametrize("make", [tiny_embedder, lambda: around(tiny_moe())])
+def test_weights_get_gradients_after_a_call_inside_their_autocast(make):
+    embedder = make()
+    tokens = TextTokenizer(embedder.tokenizer, embedder.text)(some_texts(3), "document").padded(None, 0)
+    gradients = []
+    for calls in (False, True):
+        embedder.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            if calls:
+                Encoder(embedder, precision="bfloat16").encode(some_texts(3))
+            embedder(tokens)[:, 0].sum().backward()
+        gradients.append({name: weight.grad for name, weight in embedder.named_parameters()})
+    assert sum(gradient is not None for gradient in gradients[0].values()) > 10
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("options", "prompt", "role"),
     [
