@@ -72,7 +72,7 @@ def test_concurrent_requests_grow_at_a_server_that_works_on_several_at_once(is_p
             time.sleep(0.2)
         else:
             with one_at_a_time:
-                time.sleep(0.02)
+                time.sleep(0.1)
         with lock:
             counts.append(counts[-1] - 1)
         return Reply("[1]")
