@@ -10,7 +10,6 @@ Forgetting is measured on STS-B; with several seeds its interval is from the low
 """
 
 import json
-import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -108,12 +107,11 @@ def record_all(chosen: Namespace, title: str, runs: list[Adapted]) -> None:
 
 def main() -> None:
     """Adapt to every corpus that is there, or to some."""
-    parser = ArgumentParser(add_help=False)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, default=SETS, help="names of corpora")
-    own, sys.argv[1:] = parser.parse_known_args()
-    chosen = options(__doc__)
-    names = [name for name in own.only if (data_folder() / name).is_dir()]
+    chosen = options(__doc__, parser=parser)
+    names = [name for name in chosen.only if (data_folder() / name).is_dir()]
     if chosen.tiny:
         names = [str(find_evaluation_folders(tiny_evaluation_root())[0])]
     if not names:
@@ -121,7 +119,7 @@ def main() -> None:
     for name in names:
         folder = read_retrieval_folder(Path(name)) if chosen.tiny else folder_of(name)
         runs = []
-        for seed in range(own.seeds):
+        for seed in range(chosen.seeds):
             with tempfile.TemporaryDirectory() as work:
                 runs.append(adapted(chosen, folder, Path(work), seed))
         record_all(chosen, Path(name).name, runs)

@@ -55,9 +55,11 @@ class Ratio:
     control: float
 
 
-def options(description: str | None, threads: int = 1) -> argparse.Namespace:
-    """Parse the command line that all benchmarks share, and set the number of threads."""
-    parser = argparse.ArgumentParser(description=description)
+def options(
+    description: str | None, threads: int = 1, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """Parse the command line that all benchmarks share, and the options of `parser`; set the number of threads."""
+    parser = parser or argparse.ArgumentParser(description=description)
     parser.add_argument("--tiny", action="store_true", help="try the script with small sizes; writes no row")
     parser.add_argument("--threads", type=int, default=threads, help="CPU threads")
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs to time")

@@ -31,6 +31,7 @@ from embeddings.common.process import tune_malloc
 from embeddings.common.text import TextSettings
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import Encoder
+from embeddings.inference.encoder import has_native_bfloat16
 from embeddings.inference.precision import Precision
 from embeddings.interop.onnx import INT8_GRAPH_FILE, write_int8_onnx, write_onnx
 from embeddings.models import Embedder, MeanPooling
@@ -92,7 +93,7 @@ def best_batch_size(peer: Callable[[int], Vectors]) -> int:
 
 def record_pair(chosen: Namespace, model: str, texts: list[str]) -> None:
     """Check the vectors of float32 and bfloat16 against the peer's, and time both precisions."""
-    has_bfloat16 = Encoder.from_pretrained(model, device="cpu").dtype == torch.bfloat16
+    has_bfloat16 = has_native_bfloat16(torch.device("cpu"))
     with ExitStack() as stack:
         precisions: list[Precision] = ["float32", "bfloat16"] if has_bfloat16 else ["float32"]
         ours, peers = (
@@ -219,7 +220,7 @@ def main() -> None:
             model = f"{folder}/model"
             small_embedder().save_pretrained(model)
         record_pair(chosen, model, texts)
-        if Encoder.from_pretrained(model, device="cpu").dtype == torch.bfloat16:
+        if has_native_bfloat16(torch.device("cpu")):
             record_queries(chosen, model, texts[::2])
         record_int8(chosen, model, texts)
     record_wide_int8(chosen, texts[:64])

@@ -31,7 +31,7 @@ from embeddings.inference.bm25 import ENGLISH
 from embeddings.models.model_card import shown_name
 
 VERDICT = {"kind": "verdict"}
-# The places of a path are compared on at most so many documents: each place is encoded anew, MiniLM's in 15 minutes.
+# The places of a path are compared on at most so many documents: each place encodes them anew.
 MAX_DOCUMENTS = 50_000
 # The verdict for the card of a model.
 CARD_SECTION = "verdict.md"

@@ -472,12 +472,8 @@ class Encoder:
         # cannot be trained afterwards.
         no_gradients = torch.no_grad() if low or hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
-        try:
-            with evaluating(self.embedder), no_gradients, products, autocast, shared_casts():
-                yield
-        finally:
-            # Older versions of torch would use these casts, without a graph, in a training step's autocast.
-            torch.clear_autocast_cache()
+        with evaluating(self.embedder), no_gradients, products, autocast, shared_casts():
+            yield
 
 
 def _joined(blocks: Iterable[Vectors], num_rows: int, width: int) -> Vectors:

@@ -3,20 +3,19 @@
 In a step of two stages, which has a context, both encoders get the plain step's gradient.
 """
 
-from collections import Counter
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.training import GradCache
 from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, GraphMemory, tokens_of
+from tests.helpers.casts import Casts
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
@@ -280,21 +279,6 @@ def test_bfloat16_autocast_trains_every_parameter_as_the_plain_step_does(
     assert max(errors(step, gradient, gradient_vector(step))) < 0.045  # a cosine of 0.999
 
 
-class WeightCasts(TorchDispatchMode):
-    """Counts the casts of each parameter of a module to bfloat16."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.names = {parameter.data_ptr(): name for name, parameter in module.named_parameters()}
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if function is torch.ops.aten._to_copy.default and options.get("dtype") is torch.bfloat16:
-            self.counts.update(name for name in [self.names.get(args[0].data_ptr())] if name is not None)
-        return function(*args, **options)
-
-
 @pytest.mark.parametrize("mini_batch_tokens", [40, 15])
 def test_a_step_casts_a_trained_weight_once_for_each_pass_and_not_for_each_mini_batch(mini_batch_tokens: int) -> None:
     """Autocast keeps the casts of weights that are trained, not those of frozen ones."""
@@ -302,12 +286,12 @@ def test_a_step_casts_a_trained_weight_once_for_each_pass_and_not_for_each_mini_
     frozen = [name for name, _ in step.named_parameters() if "layer.0." in name]
     for name in frozen:
         step.get_parameter(name).requires_grad_(False)
-    with WeightCasts(step) as casts, torch.autocast("cpu", torch.bfloat16):
+    with Casts(step) as casts, torch.autocast("cpu", torch.bfloat16):
         engine.step(step, batch)
     num_forwards = 2 * sum(map(len, engine.plan(batch))) - 1
     assert num_forwards > 10
-    by_kind = {name in frozen: set[int]() for name in casts.counts}
-    for name, count in casts.counts.items():
+    by_kind = {name in frozen: set[int]() for name in casts.count}
+    for name, count in casts.count.items():
         by_kind[name in frozen].add(count)
     assert by_kind == {False: {2}, True: {num_forwards}}
 
