@@ -226,6 +226,11 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
     kept = sorted((listener.fileno(), lifeline))
     for before, after in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(before + 1, after)
+    # pytest's handlers write to such a descriptor, which may be a socket of a job by then.
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in list(getattr(logger, "handlers", ())):
+            if type(handler).__module__.startswith("_pytest."):
+                logger.removeHandler(handler)
     gc.freeze()
     is_loaded = False
     jobs: dict[int, tuple[int, socket.socket]] = {}  # descriptor of the process → (process id, client)

@@ -102,7 +102,7 @@ def cases(folder: Path, steps: tuple[int, ...], start: str | None, rank: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_each_rank_writes_and_reads_its_share_and_other_numbers_of_ranks_resume(num_ranks: int, tmp_path: Path) -> None:
     model = tiny_bert(hidden_size=1536)
     save_backbone(str(tmp_path / "backbone"), model, wordpiece_tokenizer())

@@ -1,9 +1,11 @@
+import logging
 import os
 import signal
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -13,6 +15,7 @@ from embeddings.common import OptionError
 from embeddings.strategies import FSDP2Strategy
 from embeddings.strategies.ranks import set_up_ranks
 from tests.helpers.processes import run_command
+from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import run_config, write_config
 from tests.helpers.waiting import wait_for
 
@@ -26,6 +29,18 @@ def test_ranks_wait_ten_minutes_unless_a_timeout_is_set(strategy: object, minute
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     set_up_ranks(trainer)
     assert trainer.strategy._timeout == timedelta(minutes=minutes)
+
+
+def kinds_of_handlers(rank: int) -> dict[str, Any]:
+    loggers = logging.root.manager.loggerDict.values()
+    return {type(handler).__module__: rank for of in loggers for handler in getattr(of, "handlers", ())}
+
+
+def test_ranks_do_not_log_to_files_of_pytest() -> None:
+    # Their descriptors are closed: the texts went into a socket of gloo, and collectives of eight ranks timed out.
+    (kinds,) = run_on_ranks(kinds_of_handlers, 1)
+    assert "logging" in kinds
+    assert not any("pytest" in kind for kind in kinds)
 
 
 def test_a_single_process_needs_no_ranks() -> None:
