@@ -20,6 +20,7 @@ from scipy import sparse
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_file, load_array, write_text
+from embeddings.common.process import trim_malloc
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 
@@ -36,8 +37,8 @@ _WORD = re.compile(r"\w+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _STEMMER = Stemmer.Stemmer("porter")
 _MAX_SCORES = 1 << 24
-# Texts whose weights are computed at a time.
-_WEIGHED_TEXTS = 1 << 14
+# Texts whose weights are computed at a time, and tokens that are counted at a time.
+_WEIGHED_TEXTS, _COUNTED_TOKENS = 1 << 14, 1 << 22
 # Words whose tokens are cached, some 20 MB.
 _CACHED_WORDS = 1 << 16
 # The files of an index: the arrays of a sparse matrix, and the tokens of its rows.
@@ -154,13 +155,18 @@ class BM25:
         starts, lengths = np.frombuffer(end_N, np.int64), np.frombuffer(length_N, np.int64)
         self.mean_length = float(lengths.mean())
         shape = (max(1, len(self._vocabulary)), len(lengths))
-        df_V = np.bincount(row_E, minlength=shape[0])
+        df_V = np.zeros(shape[0], np.int64)
+        for first in range(0, len(row_E), _COUNTED_TOKENS):
+            # It converts what it counts to 64 bits.
+            df_V += np.bincount(row_E[first : first + _COUNTED_TOKENS], minlength=shape[0])
         idf_V = np.log1p((len(lengths) - df_V + 0.5) / (df_V + 0.5)).astype(np.float32)
         for first in range(0, len(lengths), _WEIGHED_TEXTS):
             last = min(first + _WEIGHED_TEXTS, len(lengths))
             part, sizes = slice(starts[first], starts[last]), np.diff(starts[first : last + 1])
             share_n = k1 * ((1 - b) + b * lengths[first:last] / (self.mean_length or 1))
             weight_E[part] *= idf_V[row_E[part]] / (weight_E[part] + np.repeat(share_n, sizes))
+        # What the growing arrays left behind, up to a quarter of the memory.
+        trim_malloc()
         # With ends in 64 bits the rows would be in 64 bits too.
         ends = starts.astype(sparse.get_index_dtype(maxval=len(row_E)))
         self._weight_VN = sparse.csr_array(sparse.csc_array((weight_E, row_E, ends), shape=shape))
@@ -230,7 +236,7 @@ class BM25:
         step = max(1, _MAX_SCORES // num_texts)
         for start in range(0, len(queries), step):
             for row, score_N in enumerate(self.scores(queries[start : start + step]), start):
-                index_Qk[row] = order_N[np.argsort(-score_N[order_N], kind="stable")[:k]]
+                index_Qk[row] = order_N[_best_places(score_N[order_N], k)]
                 score_Qk[row] = score_N[index_Qk[row]]
         return index_Qk, score_Qk
 
@@ -265,6 +271,16 @@ class BM25:
             columns += [column for column in known if column is not None]
             ends.append(len(columns))
         ones, shape = np.ones(len(columns), dtype=np.float32), (len(texts), self._weight_VN.shape[0])
-        counts = sparse.csr_array((ones, columns, ends), shape=shape)
+        # With other integers each product would convert those of the index, which takes longer than the product.
+        kind = self._weight_VN.indices.dtype
+        counts = sparse.csr_array((ones, np.array(columns, kind), np.array(ends, kind)), shape=shape)
         counts.sum_duplicates()
         return counts
+
+
+def _best_places(score_N: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """The places of the k largest scores, best first, of equal ones the first, as a stable sort of all has them."""
+    least = np.partition(score_N, -k)[-k]
+    above = np.flatnonzero(score_N > least)
+    equal = np.flatnonzero(score_N == least)[: k - len(above)]
+    return np.concatenate([above[np.argsort(-score_N[above], kind="stable")], equal])

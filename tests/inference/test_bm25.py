@@ -47,7 +47,8 @@ def test_scores_and_ranks_equal_a_loop_written_out(k1, b):
 def test_the_weights_are_those_of_bm25s_in_a_bounded_memory(longest, monkeypatch):
     import bm25s
 
-    monkeypatch.setattr("embeddings.inference.bm25._WEIGHED_TEXTS", 700)
+    for name in ("_WEIGHED_TEXTS", "_COUNTED_TOKENS"):
+        monkeypatch.setattr(bm25, name, 700)
     generator = np.random.default_rng(0)
     # Those of at most one word have less than one on average.
     texts = [" ".join(map(str, generator.zipf(1.3, size) % 5000)) for size in generator.integers(0, longest, 5000)]
@@ -67,6 +68,28 @@ def test_the_weights_are_those_of_bm25s_in_a_bounded_memory(longest, monkeypatch
     assert found.mean_length == np.mean([len(each) for each in tokens])
     # The weights by text and by token, the arrays' reserve, and each text's length and end. Lists of tokens need more.
     assert peak < 8 * weight_VN.nnz * 2.6 + 60 * len(texts) + 150 * len(vocabulary)
+
+
+def test_a_search_copies_nothing_of_the_index():
+    generator = np.random.default_rng(0)
+    found = BM25([" ".join(map(str, generator.integers(0, 5000, 60))) for _ in range(3000)], str.split)
+    tracemalloc.start()
+    try:
+        found.search(["1 2 3"], 10)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * found._weight_VN.nnz
+
+
+@pytest.mark.parametrize("num_scores", [1, 2, 9, 100])
+def test_the_best_are_the_first_of_a_stable_sort_of_all(num_scores):
+    generator = np.random.default_rng(0)
+    for num_values in (1, 2, 5, 1000):
+        score_N = generator.integers(0, num_values, num_scores).astype(np.float32)
+        for k in range(1, num_scores + 1):
+            expected = np.argsort(-score_N, kind="stable")[:k]
+            np.testing.assert_array_equal(bm25._best_places(score_N, k), expected)
 
 
 def test_equal_scores_keep_the_order_of_the_corpus():
