@@ -153,11 +153,16 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
             metrics |= measured(workspace, last, stage, recipe)
         # Not after the longer training.
         is_quantised = recipe.method == "sparsegpt" and recipe.num_steps <= Recipe.num_steps
-        for number in NUMBERS if is_quantised else ():
+        for number in numbers(tiny) if is_quantised else ():
             with timed(metrics, number):
                 small = compressed(last, folder / number, quantization=QuantizationOptions(number), texts=texts)
             metrics |= measured(workspace, small, number, recipe)
     return metrics
+
+
+def numbers(tiny: bool) -> tuple[NumberName, ...]:
+    """The formats in which the last model is stored; one is enough for a tiny run."""
+    return NUMBERS[:1] if tiny else NUMBERS
 
 
 def dense_scores(workspace: DistillationWorkspace) -> Path:
@@ -241,7 +246,7 @@ def main() -> None:
         metrics = [f"{stage}, {PAGE}" for stage in ("dense", *STAGES)]
         print(f"E17, nDCG@10\n{table(scores, metrics)}")
         quantised = [model for model in scores if "sparsegpt" in model.variant and model.variant != LONGER]
-        print(table(quantised, [f"{number}, {PAGE}" for number in NUMBERS]))
+        print(table(quantised, [f"{number}, {PAGE}" for number in numbers(chosen.tiny)]))
 
 
 if __name__ == "__main__":
