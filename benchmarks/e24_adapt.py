@@ -6,17 +6,19 @@ documents that a user searches are. Gains are variant - start, with 95 % bootstr
 Forgetting is measured on STS-B; with several seeds its interval is from the lowest to the highest bound.
 
 `--seeds N` runs several seeds, each of which has other training queries and another part of the queries as test.
-`--only NAME ...` runs some corpora.
+`--only NAME ...` runs some corpora. `--without KIND` does not train on queries of a kind, such as `sentence`.
 """
 
 import json
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -25,8 +27,10 @@ from benchmarks.e12_reference_scores import tiny_evaluation_root
 from benchmarks.e25_hybrid import folder_of
 from benchmarks.harness import Ratio, options, record
 from benchmarks.workloads import data_folder
+from embeddings.adaptation.candidates import KINDS
 from embeddings.adaptation.rankings import REAL
 from embeddings.adaptation.verdict import START
+from embeddings.cli import adapt
 from embeddings.cli.main import dispatch
 from embeddings.evaluation import RetrievalFolder, paired_bootstrap, read_retrieval_folder
 from embeddings.evaluation.folders import find_evaluation_folders
@@ -61,6 +65,23 @@ class Adapted:
     changes: dict[str, Mapping[str, float]]
 
 
+@contextmanager
+def without_kind(kind: str | None) -> Iterator[None]:
+    """Remove the training queries of a kind as soon as `queries` has written them."""
+
+    def run_step(argv: list[str]) -> None:
+        dispatch(argv)
+        pairs = Path(argv[argv.index("--output") + 1]) / "pairs.jsonl"
+        if kind is not None and argv[0] == "queries" and pairs.exists():
+            lines = pairs.read_text("utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["kind"] != kind]
+            print(f"{len(kept)} of {len(lines)} pairs are not of the kind {kind}")
+            pairs.write_text("".join(kept), "utf-8")
+
+    with patch.object(adapt, "run_step", run_step):
+        yield
+
+
 def adapted(chosen: Namespace, folder: RetrievalFolder, work: Path, seed: int) -> Adapted:
     """Adapt to one corpus."""
     data, output, start = write_folder(folder, work / "data"), work / "out", time.monotonic()
@@ -68,7 +89,8 @@ def adapted(chosen: Namespace, folder: RetrievalFolder, work: Path, seed: int) -
     words: list[Any] = ["adapt", data / "corpus.jsonl", "--output", output, "--model", MODEL, "--queries", data]
     words += ["--hold-out-judged", "false", "--minutes", MINUTES, "--seed", seed]
     words += ["--general", general] if not chosen.tiny and general.is_dir() else []
-    dispatch(list(map(str, words)))
+    with without_kind(chosen.without):
+        dispatch(list(map(str, words)))
     scores: dict[str, dict[str, float]] = {}
     for line in (output / "verdict" / "queries.jsonl").read_text("utf-8").splitlines():
         row = json.loads(line)
@@ -110,6 +132,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, default=SETS, help="names of corpora")
+    parser.add_argument("--without", choices=KINDS, metavar="KIND", help="kind of query that is not trained on")
     chosen = options(__doc__, parser=parser)
     names = [name for name in chosen.only if (data_folder() / name).is_dir()]
     if chosen.tiny:
@@ -122,7 +145,8 @@ def main() -> None:
         for seed in range(chosen.seeds):
             with tempfile.TemporaryDirectory() as work:
                 runs.append(adapted(chosen, folder, Path(work), seed))
-        record_all(chosen, Path(name).name, runs)
+        title = Path(name).name
+        record_all(chosen, title if chosen.without is None else f"{title} without {chosen.without}", runs)
 
 
 if __name__ == "__main__":
