@@ -26,7 +26,7 @@ from embeddings.adaptation.candidates import (
 from embeddings.adaptation.model_queries import KIND as MODEL_KIND
 from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import Judgements, QueryLog, read_log
-from embeddings.adaptation.sentences import num_words, plain, words
+from embeddings.adaptation.sentences import num_words, plain
 from embeddings.common.errors import InputError, OptionError, refuse_given
 from embeddings.common.io import file_sha256, folder_hashes, write_json, write_json_lines
 from embeddings.common.jobs import manifest_path
@@ -35,6 +35,7 @@ from embeddings.common.random import derive_seed
 from embeddings.data.docstrings import finished_manifest, write_retrieval_folder
 from embeddings.data.near_duplicates import NearDuplicates
 from embeddings.data.store import StoredRow
+from embeddings.inference.bm25 import neutral_tokens
 from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
@@ -399,7 +400,7 @@ def _linked(
             targets.add(name)
             for text, source in survey.links[name]:
                 if is_held_out(source) == is_held_out(passage.document):
-                    repeats = survey.words.share(words(text), words(passage.title)) > 0.7
+                    repeats = survey.words.share(neutral_tokens(text), neutral_tokens(passage.title)) > 0.7
                     title, heading = ("", heading_of(passage.title)) if repeats else (passage.title, "")
                     found.append(Candidate(text, "anchor", title, passage.text, passage.id, passage.document, heading))
     return found
@@ -448,7 +449,7 @@ def _decontaminated(
     texts = EvaluationTexts([*queries, *(more.queries if more else [])], more.documents if more else [])
     if not training or not any(texts):
         return training
-    rule = Decontaminator(texts, _RESEMBLES, words)
+    rule = Decontaminator(texts, _RESEMBLES)
     reason_C = rule.reasons([StoredRow(each.query, (each.positive,)) for each in training])
     return survey.filtered(training, (reason_C == KEPT).tolist(), "resembles an evaluation query")
 

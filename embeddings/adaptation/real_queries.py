@@ -11,12 +11,12 @@ import numpy.typing as npt
 from scipy import sparse
 
 from embeddings.adaptation.candidates import Passage, key_of, read_passages
-from embeddings.adaptation.sentences import words
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import check_regular, write_json_lines
 from embeddings.common.text import canonical
 from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
 from embeddings.evaluation.folders import read_retrieval_folder
+from embeddings.inference.bm25 import neutral_tokens
 
 # The names of each field; the first one that a row has is used.
 _NAMES = {
@@ -179,16 +179,20 @@ class Judgements:
 
     def find_answers(self, path: Path) -> None:
         """Find the passages that contain the answers of missing judgements, or that the answers contain."""
-        labels = [label for label in self.missing if label.grade > 0 and len({*words(label.answer)}) >= _LEAST_ANSWER]
+        labels = [
+            label for label in self.missing if label.grade > 0 and len({*neutral_tokens(label.answer)}) >= _LEAST_ANSWER
+        ]
         labels = labels[:MAX_ANSWERS]
         column_of: dict[str, int] = {}
-        answers = [{column_of.setdefault(word, len(column_of)) for word in words(label.answer)} for label in labels]
+        answers = [
+            {column_of.setdefault(word, len(column_of)) for word in neutral_tokens(label.answer)} for label in labels
+        ]
         if not answers:
             return
         matrix_AV, length_A = _rows(answers, len(column_of)), np.array([len(answer) for answer in answers])
         remaining = read_passages(path, "finding answers in")
         while block := list(islice(remaining, _BLOCK_PASSAGES)):
-            tokens = [{*words(f"{passage.title} {passage.text}")} for passage in block]
+            tokens = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
             length_P = np.array([len(each) for each in tokens])
             known = [{column_of[word] for word in each if word in column_of} for each in tokens]
             matrix_PV = _rows(known, len(column_of))

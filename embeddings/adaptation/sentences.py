@@ -1,12 +1,9 @@
-"""Sentences, words and lengths of texts in any script, by Unicode's properties."""
+"""Sentences and lengths of texts in any script, by Unicode's properties."""
 
-from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
 import regex
-
-from embeddings.inference.bm25 import NO_LANGUAGE, tokenizer, word_tokens
 
 # Unicode's characters with QUESTION MARK in their names that end a sentence. A Greek question mark is a semicolon.
 QUESTION_MARKS = "?\u037e\u061f\u1367\u1945\u2047\u2049\u2cfa\u2cfb\u2e2e\u2e54\ua60f\ua6f7\ufe16\ufe56\uff1f\U00011143"
@@ -41,8 +38,6 @@ _THAI = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _SPACED_WORD = regex.compile(r"[^\W\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}][\w\p{M}'’-]*")
 _PUNCTUATION = regex.compile(r"[\p{SB=AT}\p{SB=ST}\p{SB=SC}\"'“”‘’«»「」『』\s]+")
 _NO_LETTER = regex.compile(r"[^\p{L}\p{M}]+")
-# Longer words of other alphabets are compared by their first letters, which most inflections leave.
-_STEM_LENGTH = 5
 _MARKUP = (
     (regex.compile(r"!\[([^\[\]]*)\]\([^()\s]*\)"), r"\1"),
     (regex.compile(r"\[([^\[\]]+)\]\([^()\s]*(?:\s+\"[^\"]*\")?\)"), r"\1"),
@@ -151,18 +146,3 @@ def letter_share(text: str) -> float:
     """The share of letters and their marks in a text without white space and usual punctuation."""
     characters = _PUNCTUATION.sub("", text)
     return len(_NO_LETTER.sub("", characters)) / max(1, len(characters))
-
-
-def words(text: str) -> list[str]:
-    """The words by which texts of any language are compared.
-
-    English stems for words in ASCII, the first five letters for others, and pairs of characters without spaces.
-    """
-    if text.isascii():
-        return word_tokens(text)
-    return [token for word in _WORD.findall(text) for token in _tokens(word)]
-
-
-@lru_cache(1 << 16)
-def _tokens(word: str) -> list[str]:
-    return word_tokens(word) if word.isascii() else [token[:_STEM_LENGTH] for token in tokenizer(NO_LANGUAGE)(word)]

@@ -39,6 +39,8 @@ _STEMMER = Stemmer.Stemmer("porter")
 _MAX_SCORES = 1 << 24
 # Texts whose weights are computed at a time, and tokens that are counted at a time.
 _WEIGHED_TEXTS, _COUNTED_TOKENS = 1 << 14, 1 << 22
+# Longer words outside ASCII are compared by their first letters, which most inflections leave, if no language is known.
+_STEM_LENGTH = 5
 # Words whose tokens are cached, some 20 MB.
 _CACHED_WORDS = 1 << 16
 # The files of an index: the arrays of a sparse matrix, and the tokens of its rows.
@@ -108,6 +110,21 @@ def tokenizer(language: str = ENGLISH) -> Tokenize:
 
     find_words = _words_of_any_script().findall
     return lambda text: list(chain.from_iterable(map(tokens_of, find_words(canonical(text).lower()))))
+
+
+def neutral_tokens(text: str) -> list[str]:
+    """The tokens of a text whose language is not known.
+
+    Those of `word_tokens` for words in ASCII, the first five letters of others, and pairs of characters without spaces.
+    """
+    if text.isascii():
+        return word_tokens(text)
+    return [token for word in _words_of_any_script().findall(text) for token in _neutral_tokens(word)]
+
+
+@lru_cache(_CACHED_WORDS)
+def _neutral_tokens(word: str) -> list[str]:
+    return word_tokens(word) if word.isascii() else [token[:_STEM_LENGTH] for token in tokenizer(NO_LANGUAGE)(word)]
 
 
 @cache

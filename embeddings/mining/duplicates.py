@@ -18,7 +18,7 @@ from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.text import canonical
 from embeddings.data.near_duplicates import KEY_BYTES, NearDuplicates, Shingle
 from embeddings.data.store import CachedSource, StoredRow, Table
-from embeddings.inference.bm25 import BM25, Tokenize, word_tokens
+from embeddings.inference.bm25 import BM25, neutral_tokens
 
 COPY, NEAR_COPY = 1, 2
 # A record that no rule removes; the rules' codes start at 1.
@@ -172,26 +172,24 @@ class Decontaminator:
     `SIMILAR`: the share of the BM25 weight of an evaluation query that is in the query, or of an evaluation document
     that is in a positive, reaches the threshold (`BM25.coverage`). Positives are not compared with evaluation queries,
     because a document covers every question that it answers. Evaluation texts with fewer than `MIN_TOKENS` distinct
-    tokens are only compared for equality. Negatives are not checked. A labelled text counts as a query.
+    tokens (`neutral_tokens`, for any language) are only compared for equality. Negatives are not checked. A labelled
+    text counts as a query.
 
     Args:
         evaluation: The evaluation texts.
         bm25_threshold: Minimum coverage of a similar text, > 0 and <= 1; None to check equality only.
-        tokenize: Splits texts into the tokens of the coverage.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 (a BM25 threshold; value and scale are not
         stated). Differs: the score is divided by the evaluation text's score for itself; exact matches go first.
     """
 
-    def __init__(
-        self, evaluation: EvaluationTexts, bm25_threshold: float | None = None, tokenize: Tokenize = word_tokens
-    ) -> None:
+    def __init__(self, evaluation: EvaluationTexts, bm25_threshold: float | None = None) -> None:
         if not any(evaluation):
             raise OptionError("decontaminate", 0, "must have at least one text", "name a folder of evaluation data")
         if bm25_threshold is not None and not 0 < bm25_threshold <= 1:
             rule = "must be > 0 and <= 1"
             raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts only")
-        self.evaluation, self.bm25_threshold, self._tokenize = evaluation, bm25_threshold, tokenize
+        self.evaluation, self.bm25_threshold = evaluation, bm25_threshold
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -229,10 +227,10 @@ class Decontaminator:
             for side in self.evaluation:
                 texts = []
                 with bar.item(len(side)):
-                    tokens = map(self._tokenize, side)
+                    tokens = map(neutral_tokens, side)
                     sized = tracked(zip(side, tokens, strict=True), len(side), "", "text", lambda _: 1, share=0.5)
                     texts = [text for text, words in sized if len(set(words)) >= MIN_TOKENS]
-                    indexes.append(BM25(texts, self._tokenize) if texts else None)
+                    indexes.append(BM25(texts, neutral_tokens) if texts else None)
         return indexes
 
 

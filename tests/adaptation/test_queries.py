@@ -8,13 +8,12 @@ from embeddings.adaptation import queries
 from embeddings.adaptation.candidates import key_of
 from embeddings.adaptation.queries import MIN_PASSAGES, QuerySettings, make_queries
 from embeddings.adaptation.real_queries import read_log
-from embeddings.adaptation.sentences import words
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import check_file
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.evaluation import read_evaluation_folder
-from embeddings.inference.bm25 import BM25
+from embeddings.inference.bm25 import BM25, neutral_tokens
 from embeddings.mining import EvaluationTexts
 from tests.adaptation.world import passage_rows, read_rows, write_rows
 from tests.helpers.interrupts import interrupted_at
@@ -100,7 +99,7 @@ def test_the_pseudo_test_searches_passages_without_the_query(rows, made):
         else:
             assert text == original
     # The words of the rest still find most passages.
-    ranked_QK, _ = BM25(read.documents, words).search(read.queries, 10)
+    ranked_QK, _ = BM25(read.documents, neutral_tokens).search(read.queries, 10)
     ids = [*read.document_ids]
     found = [row["passage"] in {ids[each] for each in ranked_QK[number]} for number, row in enumerate(test)]
     assert sum(found) > 0.9 * len(test)

@@ -1,4 +1,4 @@
-"""Sentences, words and lengths in several scripts."""
+"""Sentences and lengths in several scripts."""
 
 import time
 import unicodedata
@@ -14,7 +14,6 @@ from embeddings.adaptation.sentences import (
     plain,
     sentences,
     without,
-    words,
 )
 
 
@@ -143,15 +142,6 @@ def test_lengths_count_words_of_each_script():
     assert letter_share("他来了。你好吗？") == 1
     assert letter_share("for (i = 0; i < 10; i++)") < 0.5
     assert letter_share("") == 0
-
-
-def test_words_are_stems_prefixes_and_pairs():
-    assert words("The runners were running") == ["runner", "were", "run"]
-    assert words("getFileName") == ["get", "file", "name", "getfilenam"]
-    # The inflections of one Russian word are one token, whatever stands beside them.
-    assert len({*words("правительство правительства правительством")}) == 1
-    assert words("東京都") == ["東京", "京都"]
-    assert words("running – naïve") == ["run", "naïve"]
 
 
 def test_markup_is_not_part_of_a_query():

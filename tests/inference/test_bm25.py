@@ -9,7 +9,7 @@ import pytest
 from embeddings.common import OptionError
 from embeddings.evaluation import read_retrieval_folder, retrieval_metrics
 from embeddings.inference import bm25
-from embeddings.inference.bm25 import BM25, tokenizer, word_tokens
+from embeddings.inference.bm25 import BM25, neutral_tokens, tokenizer, word_tokens
 from tests.helpers.refusals import refused
 
 
@@ -176,6 +176,15 @@ def test_identifiers_are_split_into_stemmed_words_and_kept(text, tokens):
 )
 def test_other_languages_have_stems_words_or_pairs_of_characters(language, text, tokens):
     assert tokenizer(language)(text) == tokens.split()
+
+
+def test_tokens_of_any_language_are_stems_prefixes_and_pairs():
+    assert neutral_tokens("The runners were running") == ["runner", "were", "run"]
+    assert neutral_tokens("getFileName") == ["get", "file", "name", "getfilenam"]
+    # The inflections of one Russian word are one token, whatever stands beside them.
+    assert len({*neutral_tokens("правительство правительства правительством")}) == 1
+    assert neutral_tokens("東京都") == ["東京", "京都"]
+    assert neutral_tokens("running – naïve") == ["run", "naïve"]
 
 
 def test_an_unknown_language_is_refused():
