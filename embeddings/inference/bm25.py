@@ -70,9 +70,10 @@ def _stems(word: str) -> list[str]:
 
 ENGLISH, NO_LANGUAGE = "english", "none"
 # Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese.
-_UNSPACED = re.compile(
-    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+)"
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
+_UNSPACED_RUN = re.compile(f"([{UNSPACED}]+)")
 
 
 @cache
@@ -99,7 +100,7 @@ def tokenizer(language: str = ENGLISH) -> Tokenize:
     def tokens_of(word: str) -> list[str]:
         tokens: list[str] = []
         # Every second part is a run of an unspaced script.
-        for number, part in enumerate(_UNSPACED.split(word)):
+        for number, part in enumerate(_UNSPACED_RUN.split(word)):
             if number % 2 and len(part) > 1:
                 tokens += [first + second for first, second in pairwise(part)]
             elif number % 2:

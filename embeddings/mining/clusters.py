@@ -30,6 +30,7 @@ from embeddings.common.progress import progress_bar
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
+from embeddings.inference.bm25 import UNSPACED
 from embeddings.inference.encoder import unit_rows
 from embeddings.mining.faiss_library import GpuLibrary, check_gpu, faiss_version
 from embeddings.mining.kmeans import (
@@ -181,7 +182,8 @@ def sample_rows(num_rows: int, max_rows: int, seed: int) -> Int64s:
 
 DEFAULT_DIM = 128
 _NUM_HASHES = 1 << 18
-_TERM = r"(?u)\w+"
+# A word, or a character of a script without spaces between words.
+_TERM = rf"(?u)[^\W{UNSPACED}]+|[{UNSPACED}]"
 _K1, _B = 1.2, 0.75
 _NUM_ROUNDS, _EXTRA_AXES = 7, 10
 # The share of the time of the features that counting words takes.

@@ -164,6 +164,13 @@ def test_topics_become_clusters(kind, source, tmp_path):
     assert len({(topic_of(row), int(ids[row])) for row in range(60)}) == 3
 
 
+def test_terms_are_words_and_characters_of_scripts_without_spaces():
+    first, second, third = clusters._term_counts(["法国的首都", "首都在法国 a city", "A City, naïve"]).toarray() > 0
+    assert (first & second).sum() == 4
+    assert (second & third).sum() == 2
+    assert [int(row.sum()) for row in (first, second, third)] == [5, 7, 3]
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
