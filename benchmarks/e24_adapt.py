@@ -65,18 +65,23 @@ class Adapted:
     changes: dict[str, Mapping[str, float]]
 
 
+def remove_pairs(path: Path, kind: str) -> None:
+    """Remove the training pairs of a kind from a file, which may be missing."""
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if json.loads(line)["kind"] != kind]
+    print(f"{len(kept)} of {len(lines)} pairs are not of the kind {kind}")
+    if lines:
+        path.write_text("".join(kept), "utf-8")
+
+
 @contextmanager
 def without_kind(kind: str | None) -> Iterator[None]:
-    """Remove the training queries of a kind as soon as `queries` has written them."""
+    """Remove the training pairs of a kind as soon as `queries` has written them."""
 
     def run_step(argv: list[str]) -> None:
         dispatch(argv)
-        pairs = Path(argv[argv.index("--output") + 1]) / "pairs.jsonl"
-        if kind is not None and argv[0] == "queries" and pairs.exists():
-            lines = pairs.read_text("utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["kind"] != kind]
-            print(f"{len(kept)} of {len(lines)} pairs are not of the kind {kind}")
-            pairs.write_text("".join(kept), "utf-8")
+        if kind is not None and argv[0] == "queries":
+            remove_pairs(Path(argv[argv.index("--output") + 1]) / "pairs.jsonl", kind)
 
     with patch.object(adapt, "run_step", run_step):
         yield
