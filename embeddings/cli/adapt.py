@@ -162,7 +162,10 @@ class Steps:
         # Documents that changed since would make other pairs than those that were trained on.
         self.command("passages", documents, *cut, made=self.passages)
         self.command("queries", self.passages, "--output", self.queries, "--seed", self.seed, *inputs)
-        is_trained = self.dry_run or (self.queries / "pairs.jsonl").exists()
+        num_pairs = count_rows(self.queries / "pairs.jsonl")
+        is_trained = self.dry_run or num_pairs >= BATCH_SIZE
+        if not is_trained and num_pairs:
+            print(f"\nnothing is trained: {num_pairs} pairs are fewer than a batch of {BATCH_SIZE}")
         if is_trained:
             suffixes = ["", "-model"] if "--endpoint" in inputs and self.is_model_tried() else [""]
             for suffix in suffixes:

@@ -245,6 +245,21 @@ def test_few_passages_are_compared_without_training(model, capsys):
     assert "too few to train on" in printed
 
 
+def test_fewer_pairs_than_a_batch_are_not_trained_on(documents, model, capsys, monkeypatch):
+    dispatch, pairs = adapt.run_step, Path("mine/queries/pairs.jsonl")
+
+    def with_few_pairs(argv):
+        dispatch(argv)
+        if argv[0] == "queries":
+            pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[: adapt.BATCH_SIZE - 1]))
+
+    monkeypatch.setattr(adapt, "run_step", with_few_pairs)
+    assert run(model) == 0
+    printed = capsys.readouterr().out
+    assert steps(printed) == ["passages", "queries", "compare", "encode", "encode", "index"]
+    assert "nothing is trained: 31 pairs are fewer than a batch of 32" in printed
+
+
 def test_a_dry_run_prints_the_commands_and_writes_nothing(documents, model, capsys, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     assert run(model, "--dry-run") == 0
