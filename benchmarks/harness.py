@@ -225,6 +225,11 @@ def record(
         writer.writerow(astuple(row))
 
 
+def ratio_of(of_ours: list[float], of_peer: list[float]) -> Ratio:
+    """The ratio of values that were measured in pairs, without a control."""
+    return Ratio(*_ratios(of_ours, of_peer), float("nan"))
+
+
 def _ratios(of_ours: list[float], of_peer: list[float]) -> tuple[float, float, float]:
     """Median, minimum and maximum of the rounds' ratios."""
     ratios = [a / b for a, b in zip(of_ours, of_peer, strict=True)]

@@ -64,6 +64,8 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
     )
     if settings.keep_zeros:
         config._register_custom_module({nn.Linear: _zero_keeping_linear()})
+    elif not any(map(is_four_bit, backbone.parameters())):
+        config._register_custom_module({nn.Linear: _lean_linear()})
     try:
         with warnings.catch_warnings():
             # peft uses the old name of a property that transformers 5.23 renamed.
@@ -73,6 +75,33 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
         linear = {name.split(".")[-1] for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)}
         rule = "does not match any layer of the backbone"
         raise OptionError("lora.target_modules", targets, rule, f"choose from {', '.join(sorted(linear))}") from error
+
+
+@cache
+def _lean_linear() -> type[nn.Module]:
+    """peft's LoRA layer with fewer passes over memory; in a function because importing peft takes a second.
+
+    W x + B (s A x) in place of W x + s (B A x): the product with s = alpha / rank has `rank` columns. Under autocast
+    the input is not first cast to float32, the adapter's own precision, from which autocast would cast it back.
+    """
+    from peft.tuners.lora import Linear
+
+    class LeanLinear(Linear):
+        """A linear layer with the output W x + B (s A x)."""
+
+        def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            result: Tensor = self.base_layer(x, *arguments, **options)
+            if self.disable_adapters or self.merged:
+                return result
+            for name in self.active_adapters:
+                down, up = self.lora_A[name], self.lora_B[name]
+                own: Any = down.weight.dtype
+                given = x if torch.is_autocast_enabled(x.device.type) else x.to(own)
+                update = up(down(self.lora_dropout[name](given)) * self.scaling[name])
+                result = (result + update).to(result.dtype)
+            return result
+
+    return LeanLinear
 
 
 @cache
