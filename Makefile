@@ -59,7 +59,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run
 
 bench-tiny: $(STAMP)
-	$(BIN)/python -m benchmarks.run --tiny
+	$(BIN)/python -m benchmarks.run --tiny $(ONLY)
 
 # Installs the newest releases within the bounds of pyproject.toml in a separate environment, and runs the tests of the code that
 # uses their private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch.

@@ -1,4 +1,6 @@
-"""Run every benchmark and experiment, each in a separate process: `python -m benchmarks.run [--tiny]`.
+"""Run every benchmark and experiment, each in a separate process: `python -m benchmarks.run [--tiny] [p | e]`.
+
+`p` runs the benchmarks alone, `e` the experiments.
 
 They run one after another, because they are timed. Tiny runs are not timed: two scripts run at the same time, in
 processes forked from a server that has loaded the libraries.
@@ -33,7 +35,8 @@ FIRST = (*UNFORKED, "e17_compression", "p16_encode", "e23_mined_negatives", "e19
 
 def main() -> int:
     """Run the benchmarks, then the experiments, by number; returns 1 if a script failed."""
-    paths = Path(__file__).parent.glob("[pe][0-9]*.py")
+    kinds = "".join(word for word in sys.argv[1:] if word in ("p", "e")) or "pe"
+    paths = Path(__file__).parent.glob(f"[{kinds}][0-9]*.py")
     scripts = sorted(paths, key=lambda path: (path.stem[0] != "p", int(path.stem[1:].split("_")[0])))
     is_tiny, failed = "--tiny" in sys.argv, []
     if is_tiny:
@@ -50,7 +53,7 @@ def main() -> int:
 def run(script: Path) -> int:
     """Run a script, and return its exit code."""
     print(f"== {script.stem}", flush=True)
-    return subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}", *sys.argv[1:]]).returncode
+    return subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}", *(["--tiny"] * ("--tiny" in sys.argv))]).returncode
 
 
 def run_tiny(script: Path) -> int | None:

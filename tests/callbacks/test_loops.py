@@ -202,7 +202,7 @@ def test_a_run_that_is_killed_after_any_checkpoint_ends_like_a_whole_run(name: s
         # The score after step 8 ends the run.
         pytest.param("scored after each epoch", 8, marks=pytest.mark.slow),
         ("validated every three steps", 7),  # the validation loop after step 6 ends the run
-        ("averaged", 6),
+        pytest.param("averaged", 6, marks=pytest.mark.slow),
     ],
 )
 def test_what_follows_the_step_of_a_checkpoint_is_done_after_a_kill(name: str, number: int, tmp_path: Path) -> None:
@@ -225,11 +225,14 @@ def test_a_run_that_is_killed_after_its_last_step_only_ends(hook: str, tmp_path:
 @pytest.mark.parametrize(
     "limits",
     [
-        [
-            ({"max_epochs": 2, "max_steps": -1}, 8),
-            ({"max_epochs": 1, "max_steps": -1}, 8),
-            ({"max_epochs": -1, "max_steps": 5}, 8),
-        ],
+        pytest.param(
+            [
+                ({"max_epochs": 2, "max_steps": -1}, 8),
+                ({"max_epochs": 1, "max_steps": -1}, 8),
+                ({"max_epochs": -1, "max_steps": 5}, 8),
+            ],
+            marks=pytest.mark.slow,
+        ),
         [({"max_steps": 6}, 6), ({"max_steps": 3}, 6), ({"max_steps": 7}, 7)],
     ],
 )

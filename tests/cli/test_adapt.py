@@ -326,6 +326,7 @@ def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     assert kinds == [{"sentence", "heading"}, {"model"}]
 
 
+@pytest.mark.slow
 def test_a_models_queries_are_left_aside_without_judgements(documents, model, server, capsys, monkeypatch):
     monkeypatch.setattr(adapt, "MAX_STEPS", 1)
     Path("log.txt").write_text("where is it\nwho was there\n")

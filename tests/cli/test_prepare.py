@@ -54,7 +54,7 @@ def rows(path):
 
 
 # More than twenty sources take ten seconds.
-@pytest.mark.parametrize("config", stages("mgh", "cde_supervised"))
+@pytest.mark.parametrize("config", stages("cde_supervised"))
 def test_the_data_config_of_each_stage_names_the_prepared_files(config, prepare, monkeypatch, capsys):
     stage = STAGES[config]
     assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
@@ -76,7 +76,7 @@ def test_the_data_config_of_each_stage_names_the_prepared_files(config, prepare,
     assert {source["name"]: source["licence"] for source in arguments["sources"]} == licences
 
 
-@pytest.mark.parametrize("config", stages("nv_embed_stage1", "cde_supervised"))
+@pytest.mark.parametrize("config", stages("cde_supervised"))
 def test_the_command_in_the_docs_trains_and_scores_a_stand_in(config, model, hub, monkeypatch, capsys):
     """Only the names of the recipe, the teacher, FOLDER and the location of the data sets are replaced."""
     stage, page = STAGES[config], ROOT / "docs" / "prepare.md"

@@ -72,7 +72,14 @@ def test_a_config_agrees_with_the_models_card(name: str) -> None:
     assert not text.get("append_eos", False)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "modernbert_large"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name.startswith("qwen3") else pytest.mark.slow)
+        for name in FILES
+        if name != "modernbert_large"
+    ],
+)
 def test_a_config_trains_a_stand_in_that_encodes_as_its_card_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

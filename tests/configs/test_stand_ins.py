@@ -22,7 +22,7 @@ from tests.helpers.runs import WORDS, write_retrieval_folder
 RECIPES = read_recipes()
 NUM_ROWS = 24
 # The other recipes need 90 seconds in total; `test_runs` has the phases of each method.
-QUICK = ("cde_supervised_h100x8", "mgh_docstrings", "mntp_mistral_h100x1", "moe_finetune_h100x8")
+QUICK = ("mgh_docstrings", "mntp_mistral_h100x1")
 
 
 @pytest.fixture(autouse=True)

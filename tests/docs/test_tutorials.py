@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 METHODS = ("nv-embed", "mgh", "moe", "cde")
 TUTORIALS = [*(f"methods/{name}" for name in METHODS), "mining", "evaluation", "released-models"]
 # Of the methods' pages two run by default.
-SLOW = ("methods/mgh", "methods/moe")
+SLOW = ("methods/cde", "methods/mgh", "methods/moe", "methods/nv-embed")
 # What comes after a page's configs: fewer steps of fewer and shorter texts.
 SMALL_TEXT = {"query_max_length": 48, "document_max_length": 24}
 SMALL_RUN = {

@@ -75,7 +75,13 @@ ALL_KINDS = {
 MAIN = {"classification": "accuracy", "clustering": "v_measure", "reranking": "map_at_1000"}
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind in ("classification", "clustering") else [])
+        for kind in ALL_KINDS
+    ],
+)
 def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, tmp_path, monkeypatch):
     folder, model = ALL_KINDS[kind](tmp_path), tiny_embedder(normalize=False)
     alone = [evaluate_folder(Encoder(model, precision="float32", dimensions=width), folder) for width in (32, 2)]

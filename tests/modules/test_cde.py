@@ -409,6 +409,7 @@ def test_a_collapsed_context_is_warned_about_once(
     assert "model.first_stage_training={word_steps: N, frozen_steps: null}" in caplog.text
 
 
+@pytest.mark.slow
 def test_word_steps_and_freezing_prevent_the_collapse_of_the_context(bert: str) -> None:
     spreads = []
     for training in ({}, {"word_steps": 40, "frozen_steps": None}):

@@ -268,7 +268,7 @@ def with_callback(folder: Path, name: str, kind: str = "bert", **options: Any) -
     return config
 
 
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_averaged_weights_are_saved_resumed_and_left_in_the_model(kind: str, tmp_path: Path) -> None:
     config = with_callback(tmp_path, "EMAWeightAveraging", kind, decay=0.5)
     whole = fit(tmp_path, config).model.state_dict()

@@ -324,7 +324,12 @@ def steps_of(run: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("student", "kind", "callbacks"), [("bert", "mistral", []), ("bert", "bert", [CACHE]), ("mistral", "bert", [CACHE])]
+    ("student", "kind", "callbacks"),
+    [
+        pytest.param("bert", "mistral", [], marks=pytest.mark.slow),
+        pytest.param("bert", "bert", [CACHE], marks=pytest.mark.slow),
+        ("mistral", "bert", [CACHE]),
+    ],
 )
 def test_a_run_with_a_teacher_equals_one_with_precomputed_vectors(
     student: str, kind: str, callbacks: list[dict[str, Any]], tmp_path: Path

@@ -45,7 +45,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return language_model_folder(tmp_path_factory.mktemp("bert"), "bert")
 
 
-@pytest.mark.parametrize("objective", ["mlm", "mntp", "scratch"])
+@pytest.mark.parametrize(
+    "objective", ["mntp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlm", "scratch"))]
+)
 def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective: str, tmp_path: Path) -> None:
     model: dict[str, Any] = {}
     if objective == "scratch":
