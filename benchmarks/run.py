@@ -53,7 +53,9 @@ def main() -> int:
 def run(script: Path) -> int:
     """Run a script, and return its exit code."""
     print(f"== {script.stem}", flush=True)
-    return subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}", *(["--tiny"] * ("--tiny" in sys.argv))]).returncode
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{script.stem}", *(["--tiny"] * ("--tiny" in sys.argv))]
+    ).returncode
 
 
 def run_tiny(script: Path) -> int | None:

@@ -198,7 +198,8 @@ def test_a_run_that_is_killed_after_any_checkpoint_ends_like_a_whole_run(name: s
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("scored every three steps", 4),  # the last score was logged at step 3
+        # The last score was logged at step 3.
+        pytest.param("scored every three steps", 4, marks=pytest.mark.slow),
         # The score after step 8 ends the run.
         pytest.param("scored after each epoch", 8, marks=pytest.mark.slow),
         ("validated every three steps", 7),  # the validation loop after step 6 ends the run

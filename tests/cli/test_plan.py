@@ -181,6 +181,7 @@ def test_the_first_line_of_plan_comes_before_its_imports(
     assert before == [("embeddings.cli.plan:plan", "reading the configs\n")]
 
 
+@pytest.mark.slow
 def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["--config", small(tmp_path)]
     for gpus, link in (("8", "450"), ("16", "50")):

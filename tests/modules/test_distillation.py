@@ -351,6 +351,7 @@ def test_a_run_with_a_teacher_equals_one_with_precomputed_vectors(
     assert live == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_its_checkpoint_omits_it(tmp_path: Path) -> None:
     config = config_with_teacher(tmp_path, "mistral")
     config["trainer"]["callbacks"] = [CACHE]
