@@ -23,8 +23,8 @@ from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 DOCS = ROOT / "docs"
 METHODS = ("nv-embed", "mgh", "moe", "cde")
 TUTORIALS = [*(f"methods/{name}" for name in METHODS), "mining", "evaluation", "released-models"]
-# Of the methods' pages two run by default.
-SLOW = ("methods/cde", "methods/mgh", "methods/moe", "methods/nv-embed")
+# Of the methods' pages one runs by default.
+SLOW = ("methods/cde", "methods/mgh", "methods/moe")
 # What comes after a page's configs: fewer steps of fewer and shorter texts.
 SMALL_TEXT = {"query_max_length": 48, "document_max_length": 24}
 SMALL_RUN = {
