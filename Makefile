@@ -7,10 +7,12 @@ TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 DOCS_STAMP = $(VENV)/.installed-docs
 # pip would compile the bytecode on one core, after the rest; the install target does it on all cores, and that of torch while
-# pip looks for the other packages. Modules of UNCOMPILED, of which few or none are imported, are compiled when they are.
+# the other packages are installed. Modules of UNCOMPILED, of which few or none are imported, are compiled when they are.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
-# Otherwise pip would install setuptools once more, into an environment of its own, for each build of this package.
-THIS = --no-build-isolation
+# uv installs 150 packages in 20 s where pip takes 80; pip does it where uv fails, as with an index that only pip.conf names.
+# setuptools is there already, so the build of this package needs no environment of its own.
+THIS = --no-build-isolation -c constraints.txt -e
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(THIS) $(1) || $(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS) $(1)
 FEW_IMPORTED = distutils|f2py|fontTools|mypyc?|networkx|openai|physics|pip|pygments|pytorch_lightning|setuptools|sqlalchemy|torchgen
 UNCOMPILED = /tests?/|/testing/_internal/|/transformers/models/|/($(FEW_IMPORTED))/
 COMPILE = $(BIN)/python -m compileall -qq -x '$(UNCOMPILED)' $(VENV)/lib
@@ -85,13 +87,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt setuptools
-	$(COMPILE) & $(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS) -c constraints.txt -e ".[quickstart,cpu,dev]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt setuptools uv
+	$(COMPILE) & $(call INSTALL,".[quickstart,cpu,dev]")
 	$(COMPILE) -j 0 || true
 	touch $(STAMP)
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS) -c constraints.txt -e ".[docs]"
+	$(call INSTALL,".[docs]")
 	touch $(DOCS_STAMP)
 
 clean:

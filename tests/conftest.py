@@ -26,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests. pytest-xdist's controller runs none: its workers wait until it is ready."""
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
+    # Imports leave no garbage worth the three seconds that its collection takes; collected after them, below.
+    gc.disable()
     # It reads the metadata of all installed packages, which takes half a second.
     importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
     import torch
@@ -52,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server after all imports and before the first test."""
+    gc.enable()
     if session.items and not session.config.option.collectonly:
         from tests.helpers.processes import start_server
 

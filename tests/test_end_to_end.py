@@ -15,7 +15,7 @@ def weights(cli):
     return {name: value.detach().clone() for name, value in cli.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["bert", "mistral"])
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=pytest.mark.slow), "mistral"])
 def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
     folder = write_retrieval_folder(tmp_path / "eval")
     config = run_config(tmp_path, kind, dropout=0.1)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -104,6 +105,7 @@ def write_directories(folder: Path) -> None:
         (folder / name / "fresh.json").write_text(json.dumps(fresh))
 
 
+@pytest.mark.slow
 def test_every_kind_of_directory_returns_equal_vectors_without_this_library(tmp_path: Path) -> None:
     folder = Path(os.environ.get("EMBED_KEEP") or tmp_path / "directories")
     write_directories(folder)

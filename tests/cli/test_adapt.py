@@ -294,7 +294,8 @@ def server():
         yield found
 
 
-@pytest.mark.parametrize("is_better", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_better", [True, False])
 def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     is_better, documents, model, server, capsys, monkeypatch
 ):

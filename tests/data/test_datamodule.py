@@ -110,8 +110,12 @@ def test_a_worker_ignores_stop_signals_unless_its_parent_sends_them(kind):
     subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
     assert len(list(batches)) >= 2
     assert worker.is_alive()
-    worker.terminate()
-    worker.join(5)
+    for _ in range(100):
+        # On a loaded machine the first signals may still be pending, and a second SIGTERM is then not queued.
+        worker.terminate()
+        worker.join(0.3)
+        if not worker.is_alive():
+            break
     assert worker.exitcode == 0
 
 

@@ -156,7 +156,9 @@ def test_head_and_layer_norm_of_the_initial_model_are_kept(mistral: str, tmp_pat
     assert two.state_dict().keys() == headed.state_dict().keys()
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "scaled", [pytest.param(False, id="bf16-mixed", marks=pytest.mark.slow), pytest.param(True, id="16-mixed")]
+)
 def test_a_fused_optimiser_clips_and_updates_like_a_plain_one(scaled: bool, tmp_path: Path) -> None:
     weights = []
     for fused in (False, True):

@@ -135,7 +135,14 @@ def test_eight_pairs_are_overfitted_and_every_part_is_trained(tmp_path: Path) ->
     assert [name for name in unchanged if "position" not in name] == []
 
 
-@pytest.mark.parametrize(("size", "expected"), [(None, CONTEXT["num_context"]), (3, 3), (0, None)])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        pytest.param(None, CONTEXT["num_context"], marks=pytest.mark.slow),
+        (3, 3),
+        pytest.param(0, None, marks=pytest.mark.slow),
+    ],
+)
 def test_scores_during_training_use_a_context_of_the_evaluation_folder(
     size: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
