@@ -11,8 +11,10 @@ DOCS_STAMP = $(VENV)/.installed-docs
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 # uv installs 150 packages in 20 s where pip takes 80; pip does it where uv fails, as with an index that only pip.conf names.
 # setuptools is there already, so the build of this package needs no environment of its own.
-THIS = --no-build-isolation -c constraints.txt -e
-INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(THIS) $(1) || $(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS) $(1)
+THIS = --no-build-isolation -c constraints.txt -e ".[$(EXTRAS)]"
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(THIS) || $(BIN)/python -m pip install $(PIP_OPTIONS) $(THIS)
+$(STAMP): EXTRAS = quickstart,cpu,dev
+$(DOCS_STAMP): EXTRAS = docs
 FEW_IMPORTED = distutils|f2py|fontTools|mypyc?|networkx|openai|physics|pip|pygments|pytorch_lightning|setuptools|sqlalchemy|torchgen
 UNCOMPILED = /tests?/|/testing/_internal/|/transformers/models/|/($(FEW_IMPORTED))/
 COMPILE = $(BIN)/python -m compileall -qq -x '$(UNCOMPILED)' $(VENV)/lib
@@ -88,12 +90,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt setuptools uv
-	$(COMPILE) & $(call INSTALL,".[quickstart,cpu,dev]")
+	$(COMPILE) & $(INSTALL)
 	$(COMPILE) -j 0 || true
 	touch $(STAMP)
 
 $(DOCS_STAMP): $(STAMP)
-	$(call INSTALL,".[docs]")
+	$(INSTALL)
 	touch $(DOCS_STAMP)
 
 clean:
