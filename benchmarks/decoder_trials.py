@@ -93,7 +93,8 @@ class Recipe(TrainingRecipe):
         mntp_steps: Steps of masked next-token prediction that precede, with the mask removed.
         temperature: Temperature of the loss.
         num_pairs: Training pairs.
-        negatives: Whether each pair has one hard negative; MiniLM mines those of the retrieval sets.
+        negatives: Hard negatives per pair; kept rows have False and True for 0 and 1. MiniLM mines those of the
+            retrieval sets; a pair of sentences has one.
         in_batch: Whether documents of other pairs are negatives; with two stages, in the second one.
         first_steps: How many of the steps are a first stage on the retrieval sets alone, with in-batch negatives.
     """
@@ -108,7 +109,7 @@ class Recipe(TrainingRecipe):
     mntp_steps: int = 0
     temperature: float = 0.05
     num_pairs: int = 1280
-    negatives: bool = False
+    negatives: int = False
     in_batch: bool = True
     first_steps: int = 0
 
@@ -120,7 +121,7 @@ class Recipe(TrainingRecipe):
     @property
     def mining(self) -> tuple[str, ...]:
         """Options of `mine` for the negatives of the training pairs; empty for none."""
-        return ("--num-negatives", "1") if self.negatives else ()
+        return ("--num-negatives", str(int(self.negatives))) if self.negatives else ()
 
     def tiny(self) -> Self:
         """The recipe with small sizes, for a quick check."""
@@ -227,7 +228,8 @@ class Workspace:
     def pairs(self, recipe: Recipe, retrieval_only: bool = False) -> Path:
         """The file of a recipe's training pairs, or of those of the retrieval sets."""
         retrieval_only |= isinstance(recipe, LevelsRecipe)
-        kind = "levels" if "--levels" in recipe.mining else "mined" if recipe.mining else "pairs"
+        mined = "mined" if recipe.negatives == 1 else f"mined{recipe.negatives}"
+        kind = "levels" if "--levels" in recipe.mining else mined if recipe.mining else "pairs"
         path = self.folder / f"{kind}-{recipe.num_pairs}{'-retrieval' if retrieval_only else ''}.jsonl"
         with self.locked():
             if not path.exists():

@@ -48,6 +48,9 @@ MORE = {
     "two stages": replace(MAIN[WHOLE], negatives=True, first_steps=20, in_batch=False),
     "two stages, in-batch negatives in both": replace(MAIN[WHOLE], negatives=True, first_steps=20),
     "one stage, no in-batch negatives": replace(MAIN[WHOLE], negatives=True, in_batch=False),
+    # As many as in the paper.
+    "one stage, seven negatives": replace(MAIN[WHOLE], negatives=7),
+    "two stages, seven negatives": replace(MAIN[WHOLE], negatives=7, first_steps=20, in_batch=False),
     **{
         f"{name}, learning rate {rate:g}": replace(MAIN[name], learning_rate=rate)
         for name in (WHOLE, "causal, mean")
@@ -75,6 +78,9 @@ GAINS = [
     ("two stages", "one stage"),
     ("two stages", "two stages, in-batch negatives in both"),
     ("one stage", "one stage, no in-batch negatives"),
+    ("two stages, seven negatives", "one stage, seven negatives"),
+    ("two stages, seven negatives", "two stages"),
+    ("one stage, seven negatives", "one stage"),
     (f"{WHOLE}, 3,840 pairs", "causal, mean, 3,840 pairs"),
     (f"{WHOLE}, 10,200 pairs", "untrained, MiniLM"),
 ]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         EncodingOptions,
         PairVectors,
         encode_pairs,
-        open_pair_vectors,
     )
     from embeddings.mining.search import DocumentSearch, ExactSearch
 
@@ -60,7 +59,6 @@ __all__ = [
     "find_duplicates",
     "index_pairs",
     "mine_negatives",
-    "open_pair_vectors",
     "rank_pairs",
     "recall_of",
     "spherical_kmeans",

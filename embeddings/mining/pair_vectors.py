@@ -258,16 +258,6 @@ def _encode_side(
     return budget
 
 
-def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairVectors:
-    """The finished vectors that `encode_pairs` wrote to a folder."""
-    made = []
-    for role, name in _FOLDERS.items():
-        fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
-        num_rows, width = fields.integer("num_rows", minimum=1), fields.integer("embedding_dim", minimum=1)
-        made.append(VectorShards(Path(folder) / name, num_rows, width, fields.integer("shard_size", minimum=1)))
-    return PairVectors(index, *made)
-
-
 class _ShardTexts(NamedTuple):
     """A shard's existing vectors, (n, D), and the missing texts with their prompts and positions in the shard."""
 

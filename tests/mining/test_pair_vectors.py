@@ -11,7 +11,7 @@ from embeddings.common.jobs import ArrayTask, save_array
 from embeddings.inference import Encoder, encode_corpus
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts, encode_pairs, open_pair_vectors
+from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts, encode_pairs
 from tests.data.rows import write_jsonl
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
@@ -40,8 +40,6 @@ def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_
     np.testing.assert_allclose(found, unit(encoder.encode(documents)), atol=1e-5)
     for row, record in enumerate(ROWS):
         assert [documents[document] for document in index.positives(row)] == list(dict.fromkeys(record["positive"]))
-    opened = open_pair_vectors(tmp_path / "out", vectors.index)
-    assert (opened.query_shards, opened.document_shards) == (vectors.query_shards, vectors.document_shards)
 
 
 def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch):
