@@ -52,6 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
     run_record.git_commit = functools.cache(run_record.git_commit)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests more time: compiling takes minutes on a loaded machine."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server after all imports and before the first test."""
     gc.enable()
