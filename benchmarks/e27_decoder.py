@@ -41,7 +41,8 @@ UNTRAINED = {
     }.items()
 }
 # Variants of which all seeds run; the others of `MORE` run with one.
-THREE_SEEDS = ("causal, latent", "one stage", "two stages")
+FAST = ", learning rate 0.001"
+THREE_SEEDS = ("causal, latent", "one stage", "two stages", f"{WHOLE}{FAST}", f"causal, mean{FAST}")
 MORE = {
     "causal, latent": replace(CAUSAL, pooling="latent"),
     "one stage": replace(MAIN[WHOLE], negatives=True),
@@ -54,7 +55,7 @@ MORE = {
     **{
         f"{name}, learning rate {rate:g}": replace(MAIN[name], learning_rate=rate)
         for name in (WHOLE, "causal, mean")
-        for rate in (2.5e-4, 1e-3)
+        for rate in (2.5e-4, 1e-3, 2e-3)
     },
     "50 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=50),
     "500 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=500),
@@ -66,6 +67,9 @@ MORE = {
 }
 GAINS = [
     (WHOLE, "causal, mean"),
+    (f"{WHOLE}{FAST}", f"causal, mean{FAST}"),
+    (f"{WHOLE}{FAST}", WHOLE),
+    (f"causal, mean{FAST}", "causal, mean"),
     (WHOLE, "MNTP, mask removed, mean"),
     (WHOLE, "untrained, MiniLM"),
     ("MNTP, mask removed, mean", "mask removed, mean"),
