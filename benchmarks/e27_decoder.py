@@ -41,7 +41,7 @@ UNTRAINED = {
     }.items()
 }
 # Variants of which all seeds run; the others of `MORE` run with one.
-FAST = ", learning rate 0.001"
+FAST = ", learning rate 0.002"
 THREE_SEEDS = ("causal, latent", "one stage", "two stages", f"{WHOLE}{FAST}", f"causal, mean{FAST}")
 MORE = {
     "causal, latent": replace(CAUSAL, pooling="latent"),
@@ -55,7 +55,7 @@ MORE = {
     **{
         f"{name}, learning rate {rate:g}": replace(MAIN[name], learning_rate=rate)
         for name in (WHOLE, "causal, mean")
-        for rate in (2.5e-4, 1e-3, 2e-3)
+        for rate in (2.5e-4, 1e-3, 2e-3, 4e-3)
     },
     "50 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=50),
     "500 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=500),
