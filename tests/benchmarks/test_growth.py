@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def test_anonymous_memory_excludes_mapped_files(tmp_path):
         process.stdout.readline()
         memory = AnonymousMemory(process.pid)
         resident = int((Path("/proc") / str(process.pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        while not memory.peak_mb:
+            time.sleep(0.01)  # the first sample, before the process ends and frees its memory
         process.stdin.close()
         process.wait()
     memory.join()
