@@ -34,7 +34,7 @@ from embeddings.models.directory import (
     read_model_directory,
 )
 from embeddings.models.embedder import Embedder
-from embeddings.models.half_norms import use_half_norms
+from embeddings.models.half_precision import use_half_precision
 from embeddings.models.model_files import load_weights, resolve_model
 from embeddings.models.pooling import MeanPooling, evaluating, learned_positions, plain_backbone
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, has_window, unpadding_of
@@ -102,7 +102,7 @@ class ContextualEmbedder(Embedder):
         )
         words: Any = plain.get_input_embeddings()
         self.context_size = size = int(words.weight.shape[1])
-        use_half_norms(first_stage_backbone)
+        use_half_precision(first_stage_backbone)
         first = plain_backbone(first_stage_backbone)
         _check_first_stage(first, tokenizer, context_max_length)
         _check_positions_of_context(backbone, form)

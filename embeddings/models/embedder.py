@@ -18,7 +18,7 @@ from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import is_causal
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.half_norms import use_half_norms
+from embeddings.models.half_precision import use_half_precision
 from embeddings.models.model_card import write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling, plain_backbone, without_cache
@@ -72,7 +72,7 @@ class Embedder(nn.Module):
             if size != self.hidden_size:
                 rule = f"must be as wide as the backbone's {self.hidden_size}"
                 raise OptionError(name, size, rule, "build it with that size")
-        use_half_norms(backbone)
+        use_half_precision(backbone)
         self.backbone = backbone
         self.capture = capture_of(backbone, pooling)
         self.tokenizer = tokenizer

@@ -41,7 +41,7 @@ from embeddings.models.bidirectional import (
     tolerated_difference,
     trial_ids,
 )
-from embeddings.models.half_norms import use_half_norms
+from embeddings.models.half_precision import use_half_precision
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict
 from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
         check_head(model)
         self.model, self.tokenizer, self.causal = model, tokenizer, causal
         self.vocab_size = int(model.config.vocab_size)
-        use_half_norms(self.backbone)
+        use_half_precision(self.backbone)
         if lora is not None:
             backbone = model.base_model
             assert isinstance(backbone, PreTrainedModel)

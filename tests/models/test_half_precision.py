@@ -1,21 +1,23 @@
-"""Layer norms in bfloat16 under autocast, on a CPU that follows the rules of a GPU; exact elsewhere."""
+"""Layer norms in bfloat16, on a CPU with a GPU's rules, and attention whose backward pass on a CPU is in float32."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 from transformers.models.nomic_bert import NomicBertConfig, NomicBertModel
 
-from embeddings.models import Embedder, MeanPooling, half_norms
-from embeddings.models.half_norms import LayerNorm, use_half_norms
+from embeddings.models import Embedder, MeanPooling, half_precision
+from embeddings.models.half_precision import LayerNorm, use_half_precision
 from tests.docs.pages import ROOT
 from tests.helpers.contrastive import gradient_vector, relative_error
 from tests.helpers.passes import SavedBytes, of_a_layer
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
-from tests.models.contextual_models import tiny_nomic
+from tests.helpers.tiny import tiny_bert, tiny_mistral, tiny_t5, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_modernbert, tiny_nomic
 from tests.models.test_unpadded import texts
 
 
@@ -30,13 +32,14 @@ class Float32Norm(nn.LayerNorm):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """The rule for a GPU's autocast applies to a CPU's."""
-    monkeypatch.setattr(half_norms, "_rounds", lambda device_type: torch.is_autocast_enabled("cpu"))
+    """The rules for a GPU's autocast apply to a CPU's."""
+    monkeypatch.setattr(half_precision, "_rounds", lambda device_type: torch.is_autocast_enabled("cpu"))
+    monkeypatch.setattr(half_precision, "_FloatBackward", nullcontext)
 
 
 def with_norms(model, kind):
     """The model with layer norms of one kind."""
-    use_half_norms(model)
+    use_half_precision(model)
     changed = [part for part in model.modules() if type(part) is LayerNorm]
     assert len(changed) >= 3
     for part in changed:
@@ -110,7 +113,7 @@ def test_the_norm_rounds_once_from_float32(on_gpu):
 
 def test_in_float32_and_on_a_cpu_it_is_torchs_norm():
     plain, model = tiny_bert(), tiny_bert()
-    use_half_norms(model)
+    use_half_precision(model)
     assert repr(model) == repr(plain)
     assert all(isinstance(part, nn.LayerNorm) for part in model.modules() if type(part) is LayerNorm)
     ids = torch.arange(5, 17).view(2, 6)
@@ -119,6 +122,105 @@ def test_in_float32_and_on_a_cpu_it_is_torchs_norm():
             found, expected = (each(ids).last_hidden_state for each in (model, plain))
         assert torch.equal(found, expected)
         assert found.dtype == expected.dtype
+
+
+class AttentionDtypes(TorchDispatchMode):
+    """Whether each call of torch's attention kernel is of the backward pass, and the dtype of its queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        if "scaled_dot_product" in name:
+            self.found.add((name.rpartition("_")[2] == "backward", args[name.endswith("backward")].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+ATTENTION = {
+    "bert": tiny_bert,
+    "mistral": tiny_mistral,
+    "modernbert, with windows": tiny_modernbert,
+    "nomic": tiny_nomic,
+}
+
+
+def attention_dtypes(model, training=True, chosen=True, **autocast):
+    if chosen:
+        use_half_precision(model)
+    model.train(training)
+    ids = torch.randint(5, 50, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    with AttentionDtypes() as seen, torch.autocast("cpu", **{"dtype": torch.bfloat16, **autocast}):
+        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        states.float().square().sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+    return seen.found
+
+
+HALF, MIXED, FULL = (
+    {(False, forward), (True, backward)}
+    for forward, backward in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+    )
+)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_backward_pass_of_attention_on_a_cpu_is_in_float32(name):
+    assert attention_dtypes(ATTENTION[name]()) == MIXED
+
+
+def test_that_of_a_backbone_in_bfloat16_too():
+    assert attention_dtypes(tiny_mistral().bfloat16(), enabled=False) == MIXED
+
+
+def test_outside_of_training_and_in_models_of_others_it_is_torchs():
+    assert attention_dtypes(tiny_mistral(), training=False) == HALF
+    assert attention_dtypes(tiny_mistral(), chosen=False) == HALF
+    assert attention_dtypes(tiny_mistral(), enabled=False) == FULL
+
+
+def test_with_dropout_or_learned_biases_torch_has_no_kernel():
+    assert not attention_dtypes(tiny_bert(dropout=0.1))
+    assert not attention_dtypes(tiny_t5())
+
+
+def attention_gradient(chosen, autocast=True, model=tiny_mistral):
+    model = model().train()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=0.2)
+    if chosen:
+        use_half_precision(model)
+    ids = torch.randint(5, 50, (4, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = mask[1, 20:] = 0
+    model = model if autocast else model.double()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        states = model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    states.double().square().mean().backward()
+    return gradient_vector(model), states
+
+
+# Whether the layers are those of this file, and whether they run under autocast; else in float64.
+RUNS = ((False, False), (False, True), (True, True))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_states_are_equal_and_gradients_as_close_to_float64_as_with_torchs_attention(name):
+    """With weights so large that the layers matter. The unit roundoff of bfloat16 is 0.4 %."""
+    model = ATTENTION[name]
+    (exact, _), (before, old), (after, new) = (attention_gradient(*each, model) for each in RUNS)
+    assert new.dtype == old.dtype
+    assert torch.equal(new, old)
+    assert not torch.equal(before, after)
+    assert relative_error(after, exact) < 1.05 * relative_error(before, exact)
 
 
 TOKENS, LENGTH = 65_536, 128
