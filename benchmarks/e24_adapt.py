@@ -7,6 +7,7 @@ Forgetting is measured on STS-B; with several seeds its interval is from the low
 
 `--seeds N` runs several seeds, each of which has other training queries and another part of the queries as test.
 `--only NAME ...` runs some corpora. `--without KIND` does not train on queries of a kind, such as `sentence`.
+`--work DIR` keeps the scores of each run, so that a later command with more seeds runs only the new ones.
 """
 
 import json
@@ -15,7 +16,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from embeddings.adaptation.rankings import REAL
 from embeddings.adaptation.verdict import START
 from embeddings.cli import adapt
 from embeddings.cli.main import dispatch
+from embeddings.common.io import write_json
 from embeddings.evaluation import RetrievalFolder, paired_bootstrap, read_retrieval_folder
 from embeddings.evaluation.folders import find_evaluation_folders
 
@@ -108,6 +110,18 @@ def adapted(chosen: Namespace, folder: RetrievalFolder, work: Path, seed: int) -
     return Adapted((time.monotonic() - start) / 60, scores, changes)
 
 
+def kept(chosen: Namespace, title: str, folder: RetrievalFolder, seed: int) -> Adapted:
+    """The run of a seed, or what an earlier command kept of it."""
+    path = None if chosen.work is None else chosen.work / f"{title}, seed {seed}.json"
+    if path is not None and path.exists():
+        return Adapted(**json.loads(path.read_text("utf-8")))
+    with tempfile.TemporaryDirectory() as work:
+        run = adapted(chosen, folder, Path(work), seed)
+    if path is not None:
+        write_json(path, asdict(run))
+    return run
+
+
 def record_all(chosen: Namespace, title: str, runs: list[Adapted]) -> None:
     """Record a row per variant. A query's score is its mean over the seeds whose test has it."""
     record(chosen, f"E24 minutes on {title}", max(run.minutes for run in runs), "min", "none")
@@ -138,6 +152,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, default=SETS, help="names of corpora")
     parser.add_argument("--without", choices=KINDS, metavar="KIND", help="kind of query that is not trained on")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="folder that keeps each run's scores")
     chosen = options(__doc__, parser=parser)
     names = [name for name in chosen.only if (data_folder() / name).is_dir()]
     if chosen.tiny:
@@ -146,12 +161,9 @@ def main() -> None:
         print("skipped: set EMBED_DATA to the folder with the data sets")
     for name in names:
         folder = read_retrieval_folder(Path(name)) if chosen.tiny else folder_of(name)
-        runs = []
-        for seed in range(chosen.seeds):
-            with tempfile.TemporaryDirectory() as work:
-                runs.append(adapted(chosen, folder, Path(work), seed))
-        title = Path(name).name
-        record_all(chosen, title if chosen.without is None else f"{title} without {chosen.without}", runs)
+        title = Path(name).name if chosen.without is None else f"{Path(name).name} without {chosen.without}"
+        runs = [kept(chosen, title, folder, seed) for seed in range(chosen.seeds)]
+        record_all(chosen, title, runs)
 
 
 if __name__ == "__main__":

@@ -185,6 +185,13 @@ def test_outside_of_training_and_in_models_of_others_it_is_torchs():
     assert attention_dtypes(tiny_mistral(), enabled=False) == FULL
 
 
+def test_for_long_texts_it_is_torchs(monkeypatch):
+    monkeypatch.setattr(half_precision, "_MAX_SIZE", 11 * 8)
+    assert attention_dtypes(tiny_mistral()) == HALF
+    monkeypatch.setattr(half_precision, "_MAX_SIZE", 12 * 8)
+    assert attention_dtypes(tiny_mistral()) == MIXED
+
+
 def test_with_dropout_or_learned_biases_torch_has_no_kernel():
     assert not attention_dtypes(tiny_bert(dropout=0.1))
     assert not attention_dtypes(tiny_t5())
