@@ -42,7 +42,7 @@ from embeddings.models.model_files import PACKAGED_NAME, resolve_model
 CONFIG = CONFIGS / "own_pairs.yaml"
 LEARNING_RATE, BATCH_SIZE, NUM_NEGATIVES = 3e-5, 32, 1
 # Steps of training on a CPU and on a GPU, at most one pass over the pairs.
-MAX_STEPS, MAX_GPU_STEPS = 80, 500
+MAX_STEPS, MAX_GPU_STEPS = 200, 500
 # Items of the file of labels, and queries of which they are chosen.
 MAX_LABELS, MAX_LABELLED_QUERIES = 100, 500
 

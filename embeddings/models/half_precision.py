@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
 
 
 # Length times width of the largest heads for which this is known to be faster.
-_MAX_SIZE = 8_192
+MAX_SIZE = 8_192
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -87,7 +87,7 @@ class _FloatBackward(TorchFunctionMode):
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         has_kernel = query.ndim == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.numel() > 0
         is_learned = attn_mask is not None and attn_mask.requires_grad
-        is_slower = key.shape[-2:].numel() > _MAX_SIZE
+        is_slower = key.shape[-2:].numel() > MAX_SIZE
         if dtype == torch.float32 or dropout_p > 0 or not has_kernel or is_learned or is_slower:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -104,8 +104,8 @@ def _attention(module: nn.Module, query: Tensor, *arguments: Any, **options: Any
     """transformers' `sdpa`; in training in half precision on a CPU its backward pass computes in float32.
 
     There both passes of torch's kernel take 1.4 to 3 times as long if the second is in bfloat16, up to 256 tokens with
-    heads of width 32 and 128 with heads of 64 (`P24`). For longer texts, and with dropout, for which torch has no kernel
-    on a CPU, nothing changes. The output is equal to the bit.
+    heads of width 32 and 128 with heads of 64 (P24). For longer texts nothing changes, nor with dropout, for which torch
+    has no kernel on a CPU. The output is equal to the bit.
     """
     is_chosen = query.device.type == "cpu" and module.training and getattr(module, _MARK, False)
     with _FloatBackward() if is_chosen and not torch.compiler.is_compiling() else nullcontext():

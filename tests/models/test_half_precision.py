@@ -186,9 +186,9 @@ def test_outside_of_training_and_in_models_of_others_it_is_torchs():
 
 
 def test_for_long_texts_it_is_torchs(monkeypatch):
-    monkeypatch.setattr(half_precision, "_MAX_SIZE", 11 * 8)
+    monkeypatch.setattr(half_precision, "MAX_SIZE", 11 * 8)
     assert attention_dtypes(tiny_mistral()) == HALF
-    monkeypatch.setattr(half_precision, "_MAX_SIZE", 12 * 8)
+    monkeypatch.setattr(half_precision, "MAX_SIZE", 12 * 8)
     assert attention_dtypes(tiny_mistral()) == MIXED
 
 
