@@ -104,8 +104,8 @@ def _attention(module: nn.Module, query: Tensor, *arguments: Any, **options: Any
     """transformers' `sdpa`; in training in half precision on a CPU its backward pass computes in float32.
 
     There both passes of torch's kernel take 1.4 to 3 times as long if the second is in bfloat16, up to 256 tokens with
-    heads of width 32 and 128 with heads of 64 (P24). For longer texts nothing changes, nor with dropout, for which torch
-    has no kernel on a CPU. The output is equal to the bit.
+    heads of width 32 and 128 with heads of 64 (P24). Longer texts change nothing, nor does dropout, for which torch has
+    no kernel on a CPU. The output is equal to the bit.
     """
     is_chosen = query.device.type == "cpu" and module.training and getattr(module, _MARK, False)
     with _FloatBackward() if is_chosen and not torch.compiler.is_compiling() else nullcontext():
