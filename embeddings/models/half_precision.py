@@ -88,7 +88,7 @@ class _FloatBackward(TorchFunctionMode):
         has_kernel = query.ndim == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.numel() > 0
         is_learned = attn_mask is not None and attn_mask.requires_grad
         is_slower = key.shape[-2:].numel() > MAX_SIZE
-        if dtype == torch.float32 or dropout_p > 0 or not has_kernel or is_learned or is_slower:
+        if dtype.itemsize > 2 or dropout_p > 0 or not has_kernel or is_learned or is_slower:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

@@ -160,12 +160,13 @@ def attention_dtypes(model, training=True, chosen=True, **autocast):
     return seen.found
 
 
-HALF, MIXED, FULL = (
+HALF, MIXED, FULL, DOUBLE = (
     {(False, forward), (True, backward)}
     for forward, backward in (
         (torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
     )
 )
 
@@ -183,6 +184,7 @@ def test_outside_of_training_and_in_models_of_others_it_is_torchs():
     assert attention_dtypes(tiny_mistral(), training=False) == HALF
     assert attention_dtypes(tiny_mistral(), chosen=False) == HALF
     assert attention_dtypes(tiny_mistral(), enabled=False) == FULL
+    assert attention_dtypes(tiny_mistral().double(), enabled=False) == DOUBLE
 
 
 def test_for_long_texts_it_is_torchs(monkeypatch):
