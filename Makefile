@@ -71,8 +71,8 @@ CANARY = $(VENV)/canary
 TORCH_CANARY ?= $(TORCH)
 CANARY_TESTS = tests/cli/test_parser.py tests/cli/test_main.py tests/cli/test_fit.py tests/callbacks/test_run_record.py \
 	tests/callbacks/test_preemption.py tests/data/test_loader.py tests/models/test_anchor_token.py \
-	tests/models/test_bidirectional.py tests/models/test_directory.py tests/strategies/test_fsdp.py \
-	tests/strategies/test_zero.py tests/training/test_graphs.py tests/test_end_to_end.py tests/test_wheel.py
+	tests/models/test_bidirectional.py tests/models/test_directory.py tests/models/test_half_precision.py \
+	tests/strategies/test_fsdp.py tests/strategies/test_zero.py tests/training/test_graphs.py tests/test_end_to_end.py tests/test_wheel.py
 canary:
 	$(PYTHON) -m venv --clear $(CANARY)
 	$(CANARY)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH_CANARY)
