@@ -7,7 +7,8 @@ Forgetting is measured on STS-B; with several seeds its interval is from the low
 
 `--seeds N` runs several seeds, each of which has other training queries and another part of the queries as test.
 `--only NAME ...` runs some corpora. `--without KIND` does not train on queries of a kind, such as `sentence`.
-`--work DIR` keeps the scores of each run, so that a later command with more seeds runs only the new ones.
+`--work DIR` keeps the scores of each run, so that a later command with more seeds runs only the new ones. Name another
+folder after a change of what is measured.
 """
 
 import json

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -60,6 +61,7 @@ class _Attention(torch.autograd.Function):
 
 # Length times width of the largest heads for which this is known to be faster.
 MAX_SIZE = 8_192
+_CHOICE, _KERNEL = torch._fused_sdp_choice, SDPBackend.FLASH_ATTENTION.value
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -85,25 +87,28 @@ class _FloatBackward(TorchFunctionMode):
     ) -> Tensor:
         """See torch's `scaled_dot_product_attention`."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-        has_kernel = query.ndim == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.numel() > 0
-        is_learned = attn_mask is not None and attn_mask.requires_grad
-        is_slower = key.shape[-2:].numel() > MAX_SIZE
-        if dtype.itemsize > 2 or dropout_p > 0 or not has_kernel or is_learned or is_slower:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+        inputs: list[Any] = [
+            each.to(dtype) if each is not None and each.is_floating_point() else each
+            for each in (query, key, value, attn_mask)
+        ]
+        query, key, value, mask = inputs
+        options: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        is_quicker = dtype.itemsize == 2 and key.shape[-2:].numel() <= MAX_SIZE
+        # torch's own choice: it has no such kernel for dropout, a learned mask, and some shapes and strides.
+        if not is_quicker or _CHOICE(query, key, value, mask, **options) != _KERNEL:
+            return F.scaled_dot_product_attention(query, key, value, mask, **options)
         if enable_gqa:
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
-        tensors = [each if each is None else each.to(dtype) for each in (query, key, value, attn_mask)]
-        return _Attention.apply(*tensors, is_causal, scale)  # type: ignore[no-any-return, no-untyped-call]
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+        output: Tensor = _Attention.apply(query, key, value, mask, is_causal, scale)  # type: ignore[no-untyped-call]
+        return output
 
 
 def _attention(module: nn.Module, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
     """transformers' `sdpa`; in training in half precision on a CPU its backward pass computes in float32.
 
-    There both passes of torch's kernel take 1.4 to 3 times as long if the second is in bfloat16, up to 256 tokens with
+    There both passes of torch's kernel take 1.3 to 3 times as long if the second is in bfloat16, up to 256 tokens with
     heads of width 32 and 128 with heads of 64 (P24). Longer texts change nothing, nor does dropout, for which torch has
     no kernel on a CPU. The output is equal to the bit.
     """

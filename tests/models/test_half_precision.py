@@ -199,6 +199,37 @@ def test_with_dropout_or_learned_biases_torch_has_no_kernel():
     assert not attention_dtypes(tiny_t5())
 
 
+def states(num_heads=4, length=12, width=8):
+    return torch.randn(2, num_heads, length, width, dtype=torch.bfloat16)
+
+
+QUERY, KEY = states(), states()
+# Queries, keys, values and options of torch's function, and whether torch calls its kernel for them.
+CALLS = {
+    "plain": ((QUERY, KEY, states()), {}, True),
+    "causal": ((QUERY, KEY, states()), {"is_causal": True}, True),
+    "shared keys": ((QUERY, states(2), states(2)), {"is_causal": True, "enable_gqa": True, "scale": 0.1}, True),
+    "a mask": ((QUERY, KEY, states()), {"attn_mask": torch.rand(2, 1, 12, 12) < 0.7}, True),
+    "a mask without texts": ((QUERY, KEY, states()), {"attn_mask": torch.rand(4, 12, 12) < 0.7}, False),
+    "transposed": (tuple(states(4, 8, 12).transpose(2, 3) for _ in range(3)), {}, False),
+    "wide values": ((QUERY, KEY, states(4, 12, 16)), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_called_only_where_torch_calls_its_kernel(name):
+    inputs, options, has_kernel = CALLS[name]
+    inputs, found = [each.requires_grad_() for each in inputs], []
+    for mode in (nullcontext(), half_precision._FloatBackward()):
+        with mode:
+            output = F.scaled_dot_product_attention(*inputs, **options)
+        found.append((output.detach(), *torch.autograd.grad(output.float().square().sum(), inputs)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert ("_Attention" in type(output.grad_fn).__name__) == has_kernel
+    for expected, gradient in zip(*found, strict=True):
+        assert relative_error(gradient.double(), expected.double()) < (2**-7 if has_kernel else 1e-12)
+
+
 def attention_gradient(chosen, autocast=True, model=tiny_mistral):
     model = model().train()
     with torch.no_grad():
