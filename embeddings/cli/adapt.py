@@ -18,7 +18,8 @@ from embeddings.adaptation.rankings import vector_folder
 from embeddings.adaptation.real_queries import deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.compare import CARD_SECTION
-from embeddings.cli.parser import CONFIGS
+from embeddings.cli.export import component
+from embeddings.cli.parser import CONFIGS, chooses, located, read_configs
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import (
@@ -77,8 +78,9 @@ def adapt(
         queries: Real queries: a log, pairs, or a labelled evaluation folder (see `queries`).
         query_columns: Columns of the log that are named differently, such as `{query: q, passage: page}`.
         columns: Columns of tables that are named differently, such as `{text: body}`.
-        training: The config of training; its model, data, outputs and number of steps are replaced. Default:
-            `own_pairs.yaml`.
+        training: A config of training, alone if it chooses a method, else after `own_pairs.yaml`. Its learning rate is
+            kept; the model's weights, data, outputs and number of steps are replaced. Default: `own_pairs.yaml` with a
+            learning rate of 3e-5.
         general: Data of other domains, on which forgetting is measured (see `compare`); default a search of functions
             of installed packages, and `[]` for none.
         language: Language of the documents for BM25, as PyStemmer names it, or `none` for words without stemming.
@@ -93,7 +95,6 @@ def adapt(
     """
     if not 0 < minutes < math.inf:
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
-    training = CONFIG if training is None else training
     tokenizer(language)
     if endpoint is None:
         refuse_given({"endpoint_model": endpoint_model}, "needs --endpoint")
@@ -103,10 +104,13 @@ def adapt(
             worth = "only judged queries (--queries) tell whether its queries are worth training on"
             print(f"the language model is not asked: {worth}")
             endpoint = endpoint_model = None
-    for name, path in (("documents", documents), ("--queries", queries), ("--training", training)):
+    config = CONFIG if training is None else Path(located(str(training.expanduser())))
+    for name, path in (("documents", documents), ("--queries", queries), ("--training", config)):
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
     resolve_model(model)
+    is_complete = any(chooses(content, "model") for _, content in read_configs(str(config)))
+    configs = [config] if is_complete else [CONFIG, config]
     steps = Steps(output.expanduser(), model, language, seed, dry_run)
     given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
     given |= {"--query-columns": json.dumps(query_columns) if query_columns else None}
@@ -115,17 +119,17 @@ def adapt(
     renamed = ["--columns", json.dumps(columns)] if columns else []
     others = general if isinstance(general, list) else None if general is None else [general]
     if dry_run:
-        steps.run(documents, renamed, inputs, training, others, minutes)
+        steps.run(documents, renamed, inputs, configs, others, minutes)
         return
     fields: dict[str, Any] = {"kind": "adaptation", "model": model, "language": language, "seed": seed}
     fields |= {"documents": str(documents.expanduser().resolve()), "minutes": minutes}
     # Other queries hold out other documents. The address of an endpoint may contain a password.
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
     fields |= {"hold_out_judged": hold_out_judged, "endpoint": None if endpoint is None else text_hash(endpoint)}
-    fields |= {"training_sha256": file_sha256(training)}
+    fields |= {"training_sha256": file_sha256(config)}
     with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
         JobFolder(steps.output, fields)
-        steps.run(documents, renamed, inputs, training, others, minutes)
+        steps.run(documents, renamed, inputs, configs, others, minutes)
     write_manifest(steps.output, {**fields, "complete": True})
 
 
@@ -153,7 +157,7 @@ class Steps:
         documents: Path,
         renamed: list[Any],
         inputs: list[Any],
-        config: Path,
+        configs: list[Path],
         general: list[Path] | None,
         minutes: float,
     ) -> None:
@@ -169,7 +173,7 @@ class Steps:
         if is_trained:
             suffixes = ["", "-model"] if "--endpoint" in inputs and self.is_model_tried() else [""]
             for suffix in suffixes:
-                self.train(config, minutes / len(suffixes), suffix)
+                self.train(configs, minutes / len(suffixes), suffix)
             self.interpolate([self.output / f"trained{suffix}" for suffix in suffixes])
         trained = [self.adapted] if is_trained else []
         names = ("evaluation",) if self.dry_run else ("evaluation", "evaluation-pseudo")
@@ -243,15 +247,19 @@ class Steps:
         print(f"\nthe language model's queries are not trained on: {why}")
         return False
 
-    def train(self, config: Path, minutes: float, suffix: str) -> None:
+    def train(self, configs: list[Path], minutes: float, suffix: str) -> None:
         """Mine negatives, and train, on the pairs of a suffix."""
         mined, trained = self.output / f"mined{suffix}.parquet", self.output / f"trained{suffix}"
         pairs, written = self.queries / f"pairs{suffix}.jsonl", self.output / f"train{suffix}.yaml"
         choice = ["--num-negatives", NUM_NEGATIVES, "--seed", self.seed]
         self.command("mine", "--model", self.model, "--input", pairs, "--output", mined, *choice)
         if not self.dry_run:
-            write_text(written, self.config(config, mined, trained, count_rows(pairs), minutes))
-        self.command("fit", "--config", written, "--ckpt_path", "auto", made=trained / MANIFEST)
+            own = self.config(mined, trained, count_rows(pairs), minutes)
+            if configs == [CONFIG]:
+                own["model"]["init_args"]["optimizer"] = {"init_args": {"lr": LEARNING_RATE}}
+            write_text(written, yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
+        layers = [word for config in (*configs, written) for word in ("--config", config)]
+        self.command("fit", *layers, "--ckpt_path", "auto", made=trained / MANIFEST)
 
     def interpolate(self, trained: list[Path]) -> None:
         """Write the model between the start and the trained weights: half-way, or where enough queries choose."""
@@ -262,31 +270,30 @@ class Steps:
         models = ["--start", self.model, "--trained", _listed(trained)]
         self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 
-    def config(self, base: Path, records: Path, trained: Path, num_pairs: int, minutes: float) -> str:
-        """The config of training: the base with this model, these records, outputs and number of steps."""
-        options: dict[str, Any] = yaml.safe_load(base.read_text("utf-8"))
-        trainer, model, data = options["trainer"], options["model"]["init_args"], options["data"]["init_args"]
+    def config(self, records: Path, trained: Path, num_pairs: int, minutes: float) -> dict[str, Any]:
+        """What is added to the configs of training: this model, these records, outputs and number of steps."""
         folder, days = str(self.output / trained.name.replace("trained", "run")), timedelta(minutes=minutes)
         hours, rest = divmod(int(days.total_seconds()), 3600)
         max_steps = MAX_GPU_STEPS if torch.cuda.is_available() else MAX_STEPS
-        trainer |= {"max_epochs": 1, "max_steps": max(1, min(max_steps, num_pairs // BATCH_SIZE))}
-        trainer |= {"max_time": f"{hours // 24:02}:{hours % 24:02}:{rest // 60:02}:{rest % 60:02}"}
-        trainer |= {"default_root_dir": folder}
-        trainer["logger"]["init_args"] |= {"save_dir": folder, "name": "logs"}
-        for callback in trainer["callbacks"]:
-            if callback["class_path"].endswith(".ExportModel"):
-                callback["init_args"] |= {"output": str(trained), "replace": True}
         embedder = Embedder.from_pretrained(self.model)
-        pooling = {"class_path": f"embeddings.models.{type(embedder.pooling).__name__}"}
-        model |= {"initial_model": self.model, "pooling": {**pooling, "init_args": embedder.pooling.arguments()}}
-        model |= {"normalize": embedder.normalize}
-        model["optimizer"]["init_args"]["lr"] = LEARNING_RATE
+        pooling = component(f"embeddings.models.{type(embedder.pooling).__name__}", **embedder.pooling.arguments())
+        model = {"initial_model": self.model, "pooling": pooling, "normalize": embedder.normalize}
         # Prompts and lengths are the starting model's.
-        data.pop("text", None)
-        data |= {"batch_size": BATCH_SIZE, "num_negatives": NUM_NEGATIVES}
-        data |= {"sources": [{"name": "documents", "path": str(records)}]}
-        options["seed_everything"] = self.seed
-        return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+        data = {"text": None, "batch_size": BATCH_SIZE, "num_negatives": NUM_NEGATIVES}
+        return {
+            "seed_everything": self.seed,
+            "trainer": {
+                "max_epochs": 1,
+                "max_steps": max(1, min(max_steps, num_pairs // BATCH_SIZE)),
+                "max_time": f"{hours // 24:02}:{hours % 24:02}:{rest // 60:02}:{rest % 60:02}",
+                "default_root_dir": folder,
+                "logger": component("lightning.pytorch.loggers.CSVLogger", save_dir=folder, name="logs"),
+                # It replaces that of the configs.
+                "callbacks+": [component("embeddings.callbacks.ExportModel", output=str(trained), replace=True)],
+            },
+            "model": {"init_args": model},
+            "data": {"init_args": {**data, "sources": [{"name": "documents", "path": str(records)}]}},
+        }
 
     def label(self, trained: list[Path], verdict: Path) -> str | None:
         """Write what to judge, where the variants disagree, if there are too few judged queries; returns a line."""

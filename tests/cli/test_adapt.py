@@ -13,9 +13,12 @@ from benchmarks.growth import write_model
 from embeddings.adaptation import queries
 from embeddings.cli import adapt
 from embeddings.cli.main import main
+from embeddings.common import TextSettings
+from embeddings.models import Embedder, LastTokenPooling
 from tests.adaptation.world import passage_rows, read_rows, write_rows
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import assert_refused
+from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
 
 NUM_DOCUMENTS = 36
 NUM_SENTENCES = 3
@@ -174,7 +177,8 @@ def test_enough_real_queries_choose_the_share_and_real_queries_decide(
     Path("mgh.yaml").write_text(config)
     assert run(model, "--queries", "log.jsonl", "--training", "mgh.yaml") == 0
     printed = capsys.readouterr().out
-    assert "MGHCurriculumModule" in Path("mine/train.yaml").read_text()
+    assert "fit --config mgh.yaml --config mine/train.yaml" in printed
+    assert "MGHCurriculumModule" in Path("mine/run/logs/version_0/config.yaml").read_text()
     assert ("--data mine/queries/validation" in printed) == (min_queries == 20)
     assert ("0.5 of the way" in printed) >= (min_queries == 21)
     verdict = json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]
@@ -191,6 +195,33 @@ def test_enough_real_queries_choose_the_share_and_real_queries_decide(
     # The card of the trained model says what it gained.
     card = Path("mine/adapted/README.md").read_text()
     assert Path("mine/verdict/verdict.md").read_text().strip() in card.partition("## Verdict")[2]
+
+
+def test_a_config_without_a_method_follows_the_usual_one_and_keeps_its_learning_rate(documents, monkeypatch):
+    """Here that of a decoder with LoRA."""
+    backbone, tokenizer = tiny_mistral(), sentencepiece_tokenizer()
+    backbone.config.max_position_embeddings = 512
+    text = TextSettings(64, 512, append_eos=True)
+    Embedder(backbone, tokenizer, LastTokenPooling(32), text=text).save_pretrained("decoder")
+    monkeypatch.setattr(adapt, "MAX_STEPS", 1)
+    dispatch = adapt.run_step
+
+    def until_compare(argv):
+        if argv[0] == "compare":
+            raise RuntimeError("enough")
+        dispatch(argv)
+
+    monkeypatch.setattr(adapt, "run_step", until_compare)
+    config = Path("lightning_configs/own_pairs_decoder.yaml")
+    with pytest.raises(RuntimeError, match="enough"):
+        adapt.adapt(Path("docs"), Path("mine"), "decoder", training=config, general=[])
+    run = yaml.safe_load(Path("mine/run/logs/version_0/config.yaml").read_text())
+    assert run["model"]["init_args"]["lora"]["rank"] == 16
+    assert run["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 1e-3
+    assert run["data"]["init_args"]["text"] is None
+    adapted, start = (Embedder.from_pretrained(folder) for folder in ("mine/adapted", "decoder"))
+    assert adapted.text == start.text
+    assert adapted.tokenizer("word").input_ids[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
@@ -343,6 +374,8 @@ def test_a_models_queries_are_left_aside_without_judgements(documents, model, se
     [
         (["--minutes", "0"], "minutes must be > 0 and finite"),
         (["--queries", "lost.jsonl"], "lost.jsonl: no such file or folder; check the path of --queries"),
+        (["--training", "lost.yaml"], "lost.yaml: no such file or folder; check the path of --training"),
+        (["--training", "docs/a.md"], "contains no options"),
         (["--language", "klingon"], "language"),
         (["--model", "nowhere/model"], "nowhere/model"),
         (["--output", "notes"], "notes"),
