@@ -80,13 +80,9 @@ def word_set(text: str) -> frozenset[str]:
 
 def read_text(text: str) -> Document:
     """Plain text: its paragraphs, which blank lines separate."""
-    blocks, start = list[Block](), 0
-    for gap in [*re.finditer(r"\n\s*\n\s*", text), None]:
-        part = text[start : len(text) if gap is None else gap.start()]
-        if part.strip():
-            blocks.append(Block(start + len(part) - len(part.lstrip()), start + len(part.rstrip()), "prose"))
-        start = len(text) if gap is None else gap.end()
-    return Document(text, blocks)
+    # A sequence of lines that are not blank.
+    paragraphs = re.finditer(r"\S[^\n]*(?:\n[^\n]*\S[^\n]*)*", text)
+    return Document(text, [Block(each.start(), each.start() + len(each[0].rstrip()), "prose") for each in paragraphs])
 
 
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)

@@ -97,10 +97,7 @@ class RetrievalSet:
         others_N = np.flatnonzero(~is_in_N)
         num_others = max(0, max_documents - int(is_in_N.sum()))
         is_in_N[np.random.default_rng(0).choice(others_N, num_others, replace=False)] = True
-        ids, documents = PackedTexts(), PackedTexts()
-        for name, text in compress(zip(folder.document_ids, folder.documents, strict=True), is_in_N):
-            ids.append(name)
-            documents.append(text)
+        ids, documents = (PackedTexts(compress(each, is_in_N)) for each in (folder.document_ids, folder.documents))
         rows = ({"_id": name, "text": text} for name, text in zip(ids, documents, strict=True))
         write_json_lines(output, rows)
         document_J = np.cumsum(is_in_N)[qrels.document_J] - 1

@@ -1,6 +1,5 @@
 """`compare`, `interpolate` and `whiten`: what was made of a model, the verdict on it, and how it is written."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from embeddings.adaptation.weights import (
 from embeddings.cli.retrieval import TUNE
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
-from embeddings.common.io import scratch_folder, write_json, write_manifest, write_text
+from embeddings.common.io import scratch_folder, write_json, write_json_lines, write_manifest, write_text
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.common.own_folder import require_replaceable
 from embeddings.common.process import tune_malloc
@@ -91,8 +90,7 @@ def compare(
         kept = folder / "vectors" if vectors is None else vectors.expanduser()
         verdict = compare_models(start, models, roots, kept, context_size=context_size, **options)
     write_json(folder / "verdict.json", verdict.to_dict())
-    rows = (json.dumps(row, ensure_ascii=False) for row in verdict.query_rows())
-    write_text(folder / "queries.jsonl", "".join(f"{row}\n" for row in rows))
+    write_json_lines(folder / "queries.jsonl", verdict.query_rows())
     write_text(folder / CARD_SECTION, f"```text\n{format_verdict(verdict)}\n```\n")
     write_verdict_page(verdict, folder / "report.html", losses)
     write_manifest(folder, {**VERDICT, "complete": True})

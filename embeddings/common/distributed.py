@@ -74,7 +74,12 @@ def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
 
 def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
     """The rows of all ranks, (N, ...), in rank order, without a gradient; `counts` are `gather_counts` of N."""
-    return value_N if len(counts) == 1 else _all_gather(value_N, counts)
+    if len(counts) == 1:
+        return value_N
+    mine = _padded(value_N, max(counts))
+    parts = [torch.empty_like(mine) for _ in counts]
+    dist.all_gather(parts, mine)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
@@ -133,7 +138,7 @@ class _GatherCandidates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, candidate_CD: Tensor, counts: list[int]) -> Tensor:
         ctx.counts = counts  # type: ignore[attr-defined]
-        return _all_gather(candidate_CD, counts)
+        return gather_rows(candidate_CD, counts)
 
     @staticmethod
     @once_differentiable
@@ -143,13 +148,6 @@ class _GatherCandidates(torch.autograd.Function):
         mine = torch.empty_like(parts[0])
         dist.reduce_scatter(mine, parts)
         return mine[: counts[rank()]], None
-
-
-def _all_gather(value_N: Tensor, counts: list[int]) -> Tensor:
-    mine = _padded(value_N, max(counts))
-    parts = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(parts, mine)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def _padded(value_N: Tensor, num_rows: int) -> Tensor:

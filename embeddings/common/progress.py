@@ -82,17 +82,10 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]
         if self.disable:
             yield from self.iterable
             return
-        try:
+        with self:
             for element in self.iterable:
-                item = _OpenItem(self, self.n, self.n + 1)
-                _items.open.append(item)
-                try:
+                with self.item():
                     yield element
-                finally:
-                    _items.close(item)
-                self.move(item.stop)
-        finally:
-            self.close()
 
     def update(self, n: float | None = 1) -> bool | None:
         return self.move(self.n + (n or 0))

@@ -55,6 +55,8 @@ class NearDuplicates:
     """
 
     def __init__(self, threshold: float, num_parts: int = 1, shingle: Shingle = "word") -> None:
+        from scipy.special import bdtr  # slow to import
+
         if not LEAST_THRESHOLD <= threshold <= 1:
             rule = f"must lie between {LEAST_THRESHOLD} and 1"
             raise OptionError("near_duplicates", threshold, rule, "0.8 is usual; leave it out to keep near-copies")
@@ -64,7 +66,9 @@ class NearDuplicates:
         shares_key = min(threshold, 0.8) ** KEY_BYTES
         self.num_keys = math.ceil(math.log(MISS_FRACTION) / math.log1p(-shares_key))
         self._num_values = self.num_keys * KEY_BYTES // num_parts
-        self._least_equal = _low_quantile(self._num_values, threshold, MISS_FRACTION / 10)
+        # Fewer equal values than this are less probable than a tenth of the misses.
+        counts = np.arange(self._num_values + 1)
+        self._least_equal = int(np.argmax(bdtr(counts, self._num_values, threshold) > MISS_FRACTION / 10))
         draws = numpy_generator(0, "minhash").integers(0, 2**63, size=self._num_values, dtype=np.uint64)
         self._salts = draws * np.uint64(2) + np.uint64(1)
 
@@ -245,16 +249,6 @@ def _powers(base: int, count: int) -> _Uint64s:
     factors = np.full(count, base, np.uint64)
     factors[0] = 1
     return np.cumprod(factors)
-
-
-def _low_quantile(number: int, probability: float, fraction: float) -> int:
-    """The number of successes in independent trials that has a probability of at most `fraction` to be missed."""
-    total = 0.0
-    for count in range(number + 1):
-        total += math.comb(number, count) * probability**count * (1 - probability) ** (number - count)
-        if total > fraction:
-            return count
-    return number
 
 
 class _RetainedRows:

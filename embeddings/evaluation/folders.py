@@ -277,12 +277,16 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
     path = Path(qrels)
     if not path.is_file():
         raise InputError(str(path), "no such file", "name a qrels file of a retrieval folder")
-    return _retrieval_files(path.parent.parent if path.parent.name == "qrels" else path.parent, path)
+    return retrieval_files(path.parent.parent if path.parent.name == "qrels" else path.parent, path)
 
 
-def retrieval_files(folder: Path) -> RetrievalFiles:
-    """The files of a retrieval folder."""
-    return _retrieval_files(folder, _find_qrels(folder))
+def retrieval_files(folder: Path, qrels: Path | None = None) -> RetrievalFiles:
+    """The files of a retrieval folder; by default with the judgments of its test split."""
+    corpus, queries, qrels = _find(folder, "corpus"), _find(folder, "queries"), qrels or _find_qrels(folder)
+    if corpus is not None and queries is not None and qrels is not None:
+        return RetrievalFiles(corpus, queries, qrels)
+    missing = "corpus.jsonl" if corpus is None else "queries.jsonl" if queries is None else "qrels.tsv"
+    raise InputError(str(folder), f"{missing} is missing", _LAYOUTS)
 
 
 def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> RetrievalFolder:
@@ -381,14 +385,6 @@ def _find(folder: Path, name: str) -> Path | None:
 
 def _find_qrels(folder: Path) -> Path | None:
     return next((path for path in (folder / "qrels.tsv", folder / "qrels" / "test.tsv") if path.is_file()), None)
-
-
-def _retrieval_files(folder: Path, qrels: Path | None) -> RetrievalFiles:
-    corpus, queries = _find(folder, "corpus"), _find(folder, "queries")
-    if corpus is not None and queries is not None and qrels is not None:
-        return RetrievalFiles(corpus, queries, qrels)
-    missing = "corpus.jsonl" if corpus is None else "queries.jsonl" if queries is None else "qrels.tsv"
-    raise InputError(str(folder), f"{missing} is missing", _LAYOUTS)
 
 
 def _read_queries(path: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -250,11 +250,10 @@ class BM25:
         num_texts = self.num_texts
         k = min(top_k, num_texts)
         index_Qk, score_Qk = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
-        order_N = np.arange(num_texts) if tie_order_N is None else tie_order_N
         step = max(1, _MAX_SCORES // num_texts)
         for start in range(0, len(queries), step):
             for row, score_N in enumerate(self.scores(queries[start : start + step]), start):
-                index_Qk[row] = order_N[_best_places(score_N[order_N], k)]
+                index_Qk[row] = best_places(score_N, k, tie_order_N)
                 score_Qk[row] = score_N[index_Qk[row]]
         return index_Qk, score_Qk
 
@@ -296,9 +295,13 @@ class BM25:
         return counts
 
 
-def _best_places(score_N: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """The places of the k largest scores, best first, of equal ones the first, as a stable sort of all has them."""
-    least = np.partition(score_N, -k)[-k]
-    above = np.flatnonzero(score_N > least)
-    equal = np.flatnonzero(score_N == least)[: k - len(above)]
-    return np.concatenate([above[np.argsort(-score_N[above], kind="stable")], equal])
+def best_places(
+    score_N: npt.NDArray[Any], k: int, order_N: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
+    """The places of the k largest scores, best first; equal ones in the order `order_N`, by default that of places."""
+    ordered_N = score_N if order_N is None else score_N[order_N]
+    least = np.partition(ordered_N, -k)[-k]
+    above = np.flatnonzero(ordered_N > least)
+    equal = np.flatnonzero(ordered_N == least)[: k - len(above)]
+    best_k = np.concatenate([above[np.argsort(-ordered_N[above], kind="stable")], equal])
+    return best_k if order_N is None else order_N[best_k]

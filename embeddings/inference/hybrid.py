@@ -12,7 +12,7 @@ import torch
 from embeddings.common.errors import InputError, OptionError, program
 from embeddings.common.io import MANIFEST, check_file_manifest, file_hash, read_json_or_empty
 from embeddings.common.own_folder import replaced_folder
-from embeddings.inference.bm25 import BM25, ENGLISH, tokenizer
+from embeddings.inference.bm25 import BM25, ENGLISH, best_places, tokenizer
 from embeddings.inference.search import QUERY_TILE, CorpusSearch, Hit, NearestRows, TopK, require_top_k
 from embeddings.inference.vector_folder import DOCUMENT_TILE, VectorFolder
 
@@ -111,14 +111,13 @@ def fused_top_k(
     """
     require_top_k(top_k)
     (fusion,) = {rule.fusion for rule in rules}
-    rank_N = None if tie_order_N is None else np.argsort(tie_order_N)
     if fusion != "zscore":
         depth = rules[0].depth(top_k)
+        rank_N = None if tie_order_N is None else np.argsort(tie_order_N)
         index_QK, score_QK = words.search(queries, depth, tie_order_N)
         dense = nearest(query_QD, depth)
         return [fuse_lists(dense, TopK(score_QK, index_QK), top_k, rule, rank_N) for rule in rules]
     num_documents = words.num_texts
-    rank_N = np.arange(num_documents) if rank_N is None else rank_N
     shape = len(queries), min(top_k, num_documents)
     found = [TopK(np.empty(shape, np.float32), np.empty(shape, np.int64)) for _ in rules]
     step = max(1, min(QUERY_TILE, _MAX_SCORES // num_documents))
@@ -129,7 +128,7 @@ def fused_top_k(
             dense_score_N, words_score_N = _standardised(dense_N), _standardised(words_N)
             for rule, best in zip(rules, found, strict=True):
                 score_N = (1 - rule.weight) * dense_score_N + rule.weight * words_score_N
-                row_K = _largest(score_N, rank_N, top_k)
+                row_K = best_places(score_N, shape[1], tie_order_N)
                 best.score_QK[query], best.index_QK[query] = score_N[row_K], row_K
     return found
 
@@ -157,7 +156,7 @@ def fuse_lists(dense: TopK, words: TopK, top_k: int, rule: FusionRule, rank_N: R
                     fused[row] = fused.get(row, 0.0) + share
         row_C = np.array([*fused], np.int64)
         score_C = np.array([*fused.values()])
-        kept_K = _largest(score_C, row_C if rank_N is None else rank_N[row_C], top_k)
+        kept_K = np.lexsort((row_C if rank_N is None else rank_N[row_C], -score_C))[:top_k]
         best.index_QK[query, : len(kept_K)], best.score_QK[query, : len(kept_K)] = row_C[kept_K], score_C[kept_K]
     return best
 
@@ -193,15 +192,6 @@ def _scaled(score_K: Floats) -> Floats:
     width = float(np.ptp(score_K)) if len(score_K) else 0.0
     scaled_K: Floats = (score_K - score_K.min()) / width if width > 0 else np.ones_like(score_K)
     return scaled_K
-
-
-def _largest(score_N: Floats, rank_N: Rows, top_k: int) -> Rows:
-    """The places of the `top_k` largest scores, best first; equal scores by rank."""
-    place_C = np.arange(len(score_N))
-    if top_k < len(score_N):
-        place_C = np.flatnonzero(score_N >= np.partition(score_N, -top_k)[-top_k])
-    best_K: Rows = place_C[np.lexsort((rank_N[place_C], -score_N[place_C]))[:top_k]]
-    return best_K
 
 
 def index_words(

@@ -169,11 +169,13 @@ def rank_pairs(
     return ranks
 
 
-def segment_ranks(
-    vectors: PairVectors, row_N: _Int64s, device: torch.device, distance: float, block: slice
-) -> npt.NDArray[np.int32]:
-    """The ranks of a block of the pairs in the rows of a segment, (n,) int32 (see `rank_pairs`)."""
-    index, row_n = vectors.index, row_N[block]
+def _write_ranks(
+    vectors: PairVectors, segments: Segments, device: torch.device, distance: float, shard: int, path: Path
+) -> None:
+    """Write the ranks of a shard's pairs, a block of the rows of a segment, (n,) int32 (see `rank_pairs`)."""
+    segment, block = segments.blocks[shard]
+    index, row_N = vectors.index, segments.members(segment)
+    row_n = row_N[block]
     entries = concatenated_ranges(index.positive_offsets[row_N], index.positive_offsets[row_N + 1])
     document_M = np.unique(index.positive_rows[entries])
     query_nD = vectors.query_shards.take(row_n)
@@ -203,15 +205,7 @@ def segment_ranks(
             column_K = key_P[concatenated_ranges(start_q, stop_q)] - first_key_q[row_K]
             is_nearer_qT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
             count_n[chunk] += is_nearer_qT.sum(dim=1, dtype=torch.int32).cpu()
-    ranks: npt.NDArray[np.int32] = count_n.numpy()
-    return ranks
-
-
-def _write_ranks(
-    vectors: PairVectors, segments: Segments, device: torch.device, distance: float, shard: int, path: Path
-) -> None:
-    segment, block = segments.blocks[shard]
-    save_array(path, segment_ranks(vectors, segments.members(segment), device, distance, block))
+    save_array(path, count_n.numpy())
 
 
 def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges
+from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges, find
 
 Choice = Literal["top", "random"]
 
@@ -311,11 +311,10 @@ class DocumentQrels:
     def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
         self._num_documents = index.num_documents
         self._scale = np.unique(judged.grade_J[judged.grade_J > 0])
-        hash_D, row_D = _rows_of(np.unique(judged.document_hash_J), index)
-        index_J = np.minimum(np.searchsorted(hash_D, judged.document_hash_J), max(0, len(hash_D) - 1))
-        is_found_J = hash_D[index_J] == judged.document_hash_J if len(hash_D) else np.zeros(len(index_J), np.bool_)
-        self._query_hash_J = judged.query_hash_J[is_found_J]
-        self._row_J, self._grade_J = row_D[index_J[is_found_J]], judged.grade_J[is_found_J]
+        row_J = find(judged.document_hash_J, index.document_hashes)
+        is_found_J = row_J >= 0
+        self._query_hash_J, self._row_J = judged.query_hash_J[is_found_J], row_J[is_found_J]
+        self._grade_J = judged.grade_J[is_found_J]
         if not np.isin(index.query_hashes, self._query_hash_J).any():
             hint = "use the same query and document texts in the records as in the judgments' files"
             raise InputError(where, "has no judgment of a document for a query of the source", hint)
@@ -339,14 +338,6 @@ class DocumentQrels:
         known_P = np.divmod(np.union1d(key_P, key_j[~is_lower_j]), self._num_documents)
         known = KnownPositives(known.group_Q, *known_P)
         return QueryQrels(known, start_Q < stop_Q, query_j[is_lower_j], row_j[is_lower_j], level_j[is_lower_j])
-
-
-def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:
-    """The hashes in `hash_n` that are documents', ascending, and the rows of these documents."""
-    row_D = np.flatnonzero(np.isin(index.document_hashes, hash_n))
-    hash_D = index.document_hashes[row_D]
-    order_D = np.argsort(hash_D)
-    return hash_D[order_D], row_D[order_D]
 
 
 LevelKind = Literal["quantiles", "grades"]
@@ -445,11 +436,8 @@ def mark(
     drawn_QC: Mask = np.isin(key_QC, query_Q1 * num_documents + drawn_QR)
     level_QC = np.zeros(row_QC.shape, np.int8)
     if len(row_L):
-        key_L = query_L * num_documents + row_L
-        order_L = np.argsort(key_L)
-        index_QC = np.minimum(np.searchsorted(key_L[order_L], key_QC), len(key_L) - 1)
-        is_judged_QC = key_L[order_L][index_QC] == key_QC
-        level_QC[is_judged_QC] = level_L[order_L][index_QC[is_judged_QC]]
+        place_QC = find(key_QC, query_L * num_documents + row_L)
+        level_QC = np.where(place_QC < 0, np.int8(0), level_L[place_QC])
     return drawn_QC, level_QC
 
 

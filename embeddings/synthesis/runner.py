@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -294,7 +293,7 @@ class RequestRunner:
                 if len(running) >= self._concurrency.value:
                     await _first_done(running)
                     continue
-                request = next(chain(_taken(retries), fresh), None)
+                request = retries.popleft() if retries else next(fresh, None)
                 if request is None:
                     if not running:
                         break
@@ -391,11 +390,6 @@ async def _first_done(running: dict[asyncio.Task[None], int]) -> None:
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         del running[task]
-
-
-def _taken(retries: deque[Request]) -> Iterator[Request]:
-    while retries:
-        yield retries.popleft()
 
 
 def described(reason: str, text: str) -> str:

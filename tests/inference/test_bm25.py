@@ -89,7 +89,7 @@ def test_the_best_are_the_first_of_a_stable_sort_of_all(num_scores):
         score_N = generator.integers(0, num_values, num_scores).astype(np.float32)
         for k in range(1, num_scores + 1):
             expected = np.argsort(-score_N, kind="stable")[:k]
-            np.testing.assert_array_equal(bm25._best_places(score_N, k), expected)
+            np.testing.assert_array_equal(bm25.best_places(score_N, k), expected)
 
 
 def test_equal_scores_keep_the_order_of_the_corpus():
