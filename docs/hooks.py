@@ -15,6 +15,7 @@ A page includes a table by a fenced block. Its language is the kind of table and
     columns: {held-out packages: held-out packages}                     header: metric
     rows: {bi-encoder on random batches: [E1, "bi-encoder, random"]}    label: [experiment, variant]
     gains: {clustered over random: [bi-encoder on clustered batches, bi-encoder on random batches]}
+    metric: validation     with it the columns are suffixes of variants, such as {1e-3: ", learning rate 0.001"}
     ```
     ```recipes             the rows of `lightning_configs/recipes.csv`
     names: [cde]           prefixes of the recipe names; default: all
@@ -166,7 +167,7 @@ def meets(value: float, target: str) -> bool:
 
 
 def scores_table(options: Mapping[str, Any]) -> str:
-    """Values of the results by the groups `row` and `column` of a pattern for their claims."""
+    """Values of the results by the groups `row…`, which are joined, and `column` of a pattern for their claims."""
     pattern, digits = re.compile(options["claim"]), options.get("digits", 3)
     values: dict[str, dict[str, str]] = {}
     columns: dict[str, None] = dict.fromkeys(options.get("columns", []))
@@ -180,7 +181,8 @@ def scores_table(options: Mapping[str, Any]) -> str:
             if options.get("intervals"):
                 value, low, high = (f"{float(row[key]):+.{digits}f}" for key in ("value", "low", "high"))
                 cell = f"{value} ({low} to {high})"
-            values.setdefault(match["row"], {})[name] = cell
+            label = " ".join(text for group, text in match.groupdict().items() if group.startswith("row"))
+            values.setdefault(label, {})[name] = cell
     require(values, f"no claim in {RESULTS.name} matches {options['claim']}")
     rows = [[name, *(by_column.get(column, "–") for column in columns)] for name, by_column in values.items()]
     return markdown_table([options.get("corner", ""), *columns], rows)
@@ -211,7 +213,11 @@ def growth_cell(row: Mapping[str, str]) -> str:
 def trials_table(options: Mapping[str, Any]) -> str:
     """Metrics of trials, one row per variant; the highest mean per column is bold; `gains` are means of differences."""
     columns, digits = options["columns"], options.get("digits", 3)
-    by_label = {label: trial_values(*variant) for label, variant in options["rows"].items()}
+    if "metric" in options:
+        by_label = {label: values_by_suffix(*variant, options) for label, variant in options["rows"].items()}
+        columns = {column: column for column in columns}
+    else:
+        by_label = {label: trial_values(*variant) for label, variant in options["rows"].items()}
     for label, metrics in by_label.items():
         required = list(columns.values())
         require(any(metric in metrics for metric in required), f"{label} has none of the metrics {required}")
@@ -234,6 +240,14 @@ def trials_table(options: Mapping[str, Any]) -> str:
     for label, (one, other) in options.get("gains", {}).items():
         rows.append([label, *(gain(by_label[one], by_label[other], metric, digits) for metric in columns.values())])
     return markdown_table([options.get("corner", ""), *columns], rows)
+
+
+def values_by_suffix(experiment: str, variant: str, options: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """A metric by seed of a variant and of those whose names add a suffix, by column."""
+    known = {row["variant"] for row in read_rows(TRIALS) if row["experiment"] == experiment}
+    variants = {column: f"{variant}{suffix}" for column, suffix in options["columns"].items()}
+    found = {column: name for column, name in variants.items() if name in known}
+    return {column: trial_values(experiment, name)[options["metric"]] for column, name in found.items()}
 
 
 def trial_values(experiment: str, variant: str) -> dict[str, dict[int, float]]:

@@ -83,6 +83,12 @@ def test_trials_are_averaged_over_seeds_and_gains_are_taken_seed_by_seed(tmp_pat
     ]
     with pytest.raises(ValueError, match="must have one key"):
         hooks.with_tables("```trials\ncolumns: {n: ndcg}\nrows: {one: [E3, a]}\n```")
+    suffixes = "metric: ndcg\ncolumns: {usual: '', fast: ', fast'}\nbold: false"
+    text = f"```trials\n{suffixes}\nrows: {{a: [E1, a], b: [E1, b]}}\n```"
+    rows.append('E1,"a, fast",0,k4,ndcg,0.8,c,x,d')
+    hooks.read_rows.cache_clear()
+    write(tmp_path / "trials.csv", [head, *rows])
+    assert hooks.with_tables(text).splitlines()[2:] == ["| a | 0.600 ±0.141 | 0.800 |", "| b | 0.367 ±0.058 |  |"]
 
 
 def test_every_benchmark_has_its_section_with_the_rows_of_its_claim():
