@@ -1,7 +1,7 @@
 """E28: MGH on a pretrained decoder: what its anchor tokens are, their pooling, and the orders of mined levels.
 
 SmolLM2-135M trains with LoRA on the retrieval sets of E27 (1,024 pairs, 32 steps of 32 pairs). The first part compares
-poolings without hard negatives, the second the orders of four levels that MiniLM mines. The third measures which tokens
+poolings without hard negatives at two learning rates, the second the orders of four levels that MiniLM mines. The third measures which tokens
 get the weight of anchor-token-aware pooling before training, on functions of held-out packages as in E7.
 MGH reports 65.87 on MTEB for anchor tokens, 65.41 for the mean, 64.97 for the last token ("Negative Matters", Table 3),
 and the curriculum above its reverse and a random order (Fig. 3). Needs EMBED_DATA.
@@ -27,6 +27,9 @@ POOLINGS = {
     for mask, recipe in (("MNTP, mask removed", ADAPTED), ("causal", CAUSAL))
     for name, pooling in (("anchor tokens", "anchor"), ("mean", "mean"), ("last token", "last"))
 }
+# The learning rate that validation chooses in E27.
+FAST = ", learning rate 0.002"
+POOLINGS |= {f"{name}{FAST}": replace(recipe, learning_rate=2e-3) for name, recipe in POOLINGS.items()}
 ORDERS = {
     "levels, coarse to fine": replace(ADAPTED, order="coarse_to_fine"),
     "levels, reverse": replace(ADAPTED, order="reverse"),
@@ -41,9 +44,10 @@ CASES = {
 }
 GAINS = [
     *(
-        (f"{mask}, anchor tokens", f"{mask}, {other}")
+        (f"{mask}, anchor tokens{rate}", f"{mask}, {other}{rate}")
         for mask in ("MNTP, mask removed", "causal")
         for other in ("mean", "last token")
+        for rate in ("", FAST)
     ),
     ("levels, coarse to fine", "levels, reverse"),
     ("levels, coarse to fine", "levels, random"),
