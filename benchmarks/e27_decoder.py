@@ -48,6 +48,8 @@ MORE = {
     "causal, latent": replace(CAUSAL, pooling="latent"),
     "one stage": replace(MAIN[WHOLE], negatives=True),
     "two stages": replace(MAIN[WHOLE], negatives=True, first_steps=20, in_batch=False),
+    f"one stage{FAST}": replace(MAIN[WHOLE], negatives=True, learning_rate=2e-3),
+    f"two stages{FAST}": replace(MAIN[WHOLE], negatives=True, first_steps=20, in_batch=False, learning_rate=2e-3),
     "two stages, in-batch negatives in both": replace(MAIN[WHOLE], negatives=True, first_steps=20),
     "one stage, no in-batch negatives": replace(MAIN[WHOLE], negatives=True, in_batch=False),
     # As many as in the paper.
@@ -83,6 +85,7 @@ GAINS = [
     ("causal, latent", "causal, mean"),
     ("untrained, 150 steps of MNTP, mean", "untrained, causal, mean"),
     ("two stages", "one stage"),
+    (f"two stages{FAST}", f"one stage{FAST}"),
     ("two stages", "two stages, in-batch negatives in both"),
     ("one stage", "one stage, no in-batch negatives"),
     ("two stages, seven negatives", "one stage, seven negatives"),

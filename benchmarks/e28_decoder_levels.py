@@ -1,8 +1,9 @@
 """E28: MGH on a pretrained decoder: what its anchor tokens are, their pooling, and the orders of mined levels.
 
 SmolLM2-135M trains with LoRA on the retrieval sets of E27 (1,024 pairs, 32 steps of 32 pairs). The first part compares
-poolings without hard negatives at two learning rates, the second the orders of four levels that MiniLM mines. The third measures which tokens
-get the weight of anchor-token-aware pooling before training, on functions of held-out packages as in E7.
+poolings without hard negatives at two learning rates, the second the orders of four levels that MiniLM mines. The third
+measures which tokens get the weight of anchor-token-aware pooling before training, on functions of held-out packages as
+in E7.
 MGH reports 65.87 on MTEB for anchor tokens, 65.41 for the mean, 64.97 for the last token ("Negative Matters", Table 3),
 and the curriculum above its reverse and a random order (Fig. 3). Needs EMBED_DATA.
 
