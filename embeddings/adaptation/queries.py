@@ -25,7 +25,7 @@ from embeddings.adaptation.candidates import (
 )
 from embeddings.adaptation.model_queries import KIND as MODEL_KIND
 from embeddings.adaptation.model_queries import QueryModel, written_queries
-from embeddings.adaptation.real_queries import Judgements, QueryLog, read_log
+from embeddings.adaptation.real_queries import REAL, Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain
 from embeddings.common.errors import InputError, OptionError, refuse_given
 from embeddings.common.io import file_sha256, folder_hashes, write_json, write_json_lines
@@ -46,6 +46,8 @@ PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
 MIN_PASSAGES = 200
 HELD_OUT_SHARE = 0.2
+# Of so many judged queries this share is trained on, which leaves enough for a test and validation.
+MANY_QUERIES, TRAINING_SHARE = 500, 0.5
 # Passages whose words are counted, which also compete for each query; passages that are asked for the pseudo test.
 _SAMPLE, _MAX_HELD_OUT = 20_000, 4_000
 # Links that are remembered, and queries of the pseudo test.
@@ -63,7 +65,10 @@ class QuerySettings:
     Args:
         held_out_share: Share of the documents that are held out; default 0.2, or 0 if real queries have judgements.
         hold_out_judged: Whether the documents with relevant passages of real queries are held out too.
-        validation_share: Share of the real queries that are for validation; the others are the test.
+        training_share: Share of the judged real queries that are trained on; default 0.5 of 500 or more, else 0.
+            Queries about one document are on one side; passages that answer the others are not trained on, unless
+            `hold_out_judged` is off.
+        validation_share: Share of the judged real queries that are for validation; the rest is the test.
         per_passage: Maximum sentences, and maximum docstrings, of a passage that become queries.
         max_passages: Maximum passages that are asked for training queries; a random sample of this size.
         seed: Seed of the random choices.
@@ -71,16 +76,20 @@ class QuerySettings:
 
     held_out_share: float | None = None
     hold_out_judged: bool = True
+    training_share: float | None = None
     validation_share: float = 0.25
     per_passage: int = 3
     max_passages: int = 50_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("held_out_share", "validation_share"):
+        for name in ("held_out_share", "training_share", "validation_share"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise OptionError(name, value, "must be >= 0 and < 1", "0.2 is usual")
+        if (self.training_share or 0) + self.validation_share >= 1:
+            rule = f"must be below 1 - validation_share, {1 - self.validation_share:g}: the rest is the test"
+            raise OptionError("training_share", self.training_share, rule, "0.5 is usual")
         for name in ("per_passage", "max_passages"):
             if getattr(self, name) < 1:
                 raise OptionError(name, getattr(self, name), "must be >= 1", "leave it out for the default")
@@ -129,9 +138,10 @@ def make_queries(
     With a language model its answers are inputs too. They are saved in `OUTPUT.work`, so no request is sent twice.
 
     Whole documents are held out before anything else. The folder has `pairs.jsonl` (queries that the documents offer by
-    themselves), `pairs-model.jsonl` (queries of the language model), `evaluation/` and `validation/` (real queries with
-    judgements), `evaluation-pseudo/` (queries of the held-out documents, whose passages there lack the query),
-    `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part without content is absent.
+    themselves, and real ones by `training_share`), `pairs-model.jsonl` (queries of the language model), `evaluation/`
+    and `validation/` (real queries with judgements), `evaluation-pseudo/` (queries of the held-out documents, whose
+    passages there lack the query), `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part
+    without content is absent.
 
     Args:
         passages: The file of passages (see `read_passages`).
@@ -145,7 +155,7 @@ def make_queries(
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})
     if log is None:
-        refuse_given({"query_columns": columns}, "needs --queries")
+        refuse_given({"query_columns": columns, "training_share": settings.training_share}, "needs --queries")
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,
@@ -168,6 +178,7 @@ def make_queries(
     if model is not None and split.num_training >= MIN_PASSAGES:
         candidates += _written(survey, split, candidates, model, output)
     training, test = _select(survey, split, candidates)
+    training = [*_asked(survey, split, real), *training]
     texts = [*(real.queries[row] for rows in split.real.values() for row in rows), *(each.query for each in test)]
     training = _decontaminated(survey, training, texts, evaluation)
     for place, kept in (("training", training), ("pseudo_test", test)):
@@ -180,6 +191,7 @@ def make_queries(
     report.counts |= {"pairs": len(pairs[PAIRS]), "model_pairs": len(pairs[MODEL_PAIRS])}
     report.counts |= {"pseudo_test_queries": len(test)}
     report.counts |= {f"{name}_queries": len(rows) for name, rows in split.real.items()}
+    report.counts |= {"training_queries": len(split.trained)}
     unjudged = [] if real.labels else real.queries
     if not (training or test or unjudged or any(split.real.values())):
         what = f"its {survey.num_passages} passages offer no queries ({_reasons(report)})"
@@ -311,10 +323,19 @@ class _Split:
         # At least one document is on each side.
         num_held_out = min(max(round(share * len(document_D)), 1), len(document_D) - 1) if share else 0
         self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
-        rows = sorted(documents, key=lambda row: derive_seed(settings.seed, "validation", str(row)))
-        num_validation = round(settings.validation_share * len(rows))
+        trained = settings.training_share
+        if trained is None:
+            is_enough = len(documents) >= MANY_QUERIES and settings.validation_share < TRAINING_SHARE
+            trained = TRAINING_SHARE if is_enough else 0.0
+        # Queries about one document are on one side.
+        order = {row: derive_seed(settings.seed, "training", min(documents[row])) for row in sorted(documents)}
+        rows, num_trained = sorted(order, key=lambda row: order[row]), round(trained * len(order))
+        self.trained = sorted(rows[:num_trained])
+        rows = sorted(rows[num_trained:], key=lambda row: derive_seed(settings.seed, "validation", str(row)))
+        num_validation = round(settings.validation_share * len(documents))
         self.real = {"evaluation": sorted(rows[num_validation:]), "validation": sorted(rows[:num_validation])}
-        self._judged = set().union(*documents.values()) if settings.hold_out_judged else set()
+        judged = set[str]().union(*(documents[row] for row in rows))
+        self._judged = judged if settings.hold_out_judged else set[str]()
         hash_J = np.array(sorted(map(survey.hash_of, self._judged)), np.uint64)
         is_held_D = (np.arange(len(document_D)) < num_held_out) | np.isin(document_D, hash_J)
         self.num_held_out = int(np.isin(survey.document_N, document_D[is_held_D]).sum())
@@ -387,6 +408,22 @@ def _written(
     count = Counter(key_of(each.query) for each in written.candidates)
     is_alone = [count[key_of(each.query)] == 1 for each in written.candidates]
     return survey.filtered(written.candidates, is_alone, "several passages have it")
+
+
+def _asked(survey: _Survey, split: _Split, log: QueryLog) -> list[Candidate]:
+    """The real queries for training with each of their relevant passages that is not held out."""
+    queries_of: dict[str, list[str]] = {}
+    for row in split.trained if split.num_training >= MIN_PASSAGES else ():
+        for name, grade in survey.judgements.grades[row].items():
+            if grade > 0:
+                queries_of.setdefault(name, []).append(log.queries[row])
+    found = list[Candidate]()
+    for passage in read_passages(survey.path, "finding real queries of") if queries_of else ():
+        for query in queries_of.get(passage.id, ()):
+            found.append(Candidate(query, REAL, passage.title, passage.text, passage.id, passage.document))
+            survey.report.count(REAL, "proposed")
+    is_free = [not split.is_held_out(each.document) for each in found]
+    return survey.filtered(found, is_free, "its passage is held out")
 
 
 def _linked(
@@ -464,7 +501,7 @@ def _write_real(new: Path, log: QueryLog, survey: _Survey, split: _Split) -> Non
                 corpus = passages
             copied = read_passages(passages, "copying")
             documents = ({"_id": each.id, "title": each.title, "text": each.text} for each in copied)
-            queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": "real"} for row in rows)
+            queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": REAL} for row in rows)
             grades = survey.judgements.grades
             qrels = ((f"q{row:06d}", each, grade) for row in rows for each, grade in grades[row].items())
             write_retrieval_folder(new / name, corpus or documents, queries, qrels)

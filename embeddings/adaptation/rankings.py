@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from embeddings.adaptation.real_queries import REAL
 from embeddings.adaptation.weights import SHARES, WeightPath, Whitening, best_share
 from embeddings.common import InputError
 from embeddings.common.io import file_hash, write_json_lines
@@ -39,7 +40,6 @@ from embeddings.inference.encoder import Context, embedder_sha256, unit_rows
 from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
 # The kind of a query that names none: one that a person wrote.
-REAL = "real"
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]

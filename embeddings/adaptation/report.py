@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from embeddings.adaptation.rankings import REAL, Ranked, RetrievalSet
+from embeddings.adaptation.rankings import Ranked, RetrievalSet
+from embeddings.adaptation.real_queries import REAL
 from embeddings.adaptation.verdict import BM25_ALONE, METRICS, START, Group, Verdict, marked
 from embeddings.common.io import steps_made
 from embeddings.common.text import shorten

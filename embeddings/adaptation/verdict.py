@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.adaptation.rankings import (
-    REAL,
     Encoded,
     Ranked,
     RetrievalSet,
@@ -27,6 +26,7 @@ from embeddings.adaptation.rankings import (
     read_test_sets,
     searched,
 )
+from embeddings.adaptation.real_queries import REAL
 from embeddings.adaptation.weights import MIN_DOCUMENTS, Whitening
 from embeddings.common import InputError
 from embeddings.common.io import GENERATOR

@@ -59,6 +59,7 @@ def adapt(
     general: Path | list[Path] | None = None,
     language: str = ENGLISH,
     hold_out_judged: bool = True,
+    training_share: float | None = None,
     minutes: float = 30.0,
     seed: int = 0,
     dry_run: bool = False,
@@ -85,6 +86,7 @@ def adapt(
             of installed packages, and `[]` for none.
         language: Language of the documents for BM25, as PyStemmer names it, or `none` for words without stemming.
         hold_out_judged: Whether documents with relevant passages of real queries are not trained on (see `queries`).
+        training_share: Share of the judged real queries that are trained on; default 0.5 of 500 or more, else 0.
         minutes: Maximum time of training, without the other steps.
         seed: Seed of the random choices.
         dry_run: Whether to print the commands, and run nothing.
@@ -113,6 +115,7 @@ def adapt(
     configs = [config] if is_complete else [CONFIG, config]
     steps = Steps(output.expanduser(), model, language, seed, dry_run)
     given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
+    given |= {"--training-share": training_share}
     given |= {"--query-columns": json.dumps(query_columns) if query_columns else None}
     given |= {"--endpoint": endpoint, "--endpoint-model": endpoint_model}
     inputs = [word for option, value in given.items() if value is not None for word in (option, value)]
@@ -125,7 +128,8 @@ def adapt(
     fields |= {"documents": str(documents.expanduser().resolve()), "minutes": minutes}
     # Other queries hold out other documents. The address of an endpoint may contain a password.
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
-    fields |= {"hold_out_judged": hold_out_judged, "endpoint": None if endpoint is None else text_hash(endpoint)}
+    fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}
+    fields |= {"endpoint": None if endpoint is None else text_hash(endpoint)}
     fields |= {"training_sha256": file_sha256(config)}
     with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
         JobFolder(steps.output, fields)

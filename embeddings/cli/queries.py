@@ -8,6 +8,9 @@ from embeddings.cli.mining import evaluation_texts
 from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table
 
+# The parts of the real queries.
+PARTS = {"evaluation": "test", "validation": "validation", "training": "training"}
+
 
 def queries(
     passages: Path,
@@ -26,7 +29,7 @@ def queries(
 
     Queries are what the documents offer: sentences (removed from their passage), questions, headings, texts of links
     and docstrings; with `--endpoint` also, in a file of its own, what a language model writes. Whole documents are held
-    out. Real queries with judgements are the test and validation.
+    out. Real queries with judgements are the test and validation; with `--training-share` some are trained on.
 
     Args:
         passages: JSON lines with `text`, and optionally `_id`, `title`, `document`, `file` and `links`.
@@ -73,10 +76,10 @@ def queries_table(report: QueriesReport) -> str:
     lines.append(f"{counts['pairs']} training pairs")
     if counts["model_pairs"]:
         lines.append(f"{counts['model_pairs']} more by the language model in {MODEL_PAIRS}")
-    if real := counts["evaluation_queries"] + counts["validation_queries"]:
-        lines.append(
-            f"{real} real queries: {counts['evaluation_queries']} test, {counts['validation_queries']} validation"
-        )
+    parts = {part: counts[f"{name}_queries"] for name, part in PARTS.items() if counts[f"{name}_queries"]}
+    if parts:
+        sizes = ", ".join(f"{count} {part}" for part, count in parts.items())
+        lines.append(f"{sum(parts.values())} real queries: {sizes}")
     if counts["pseudo_test_queries"]:
         line = f"{counts['pseudo_test_queries']} queries of held-out documents in evaluation-pseudo: a weak judge, "
         lines.append(f"{line}which may prefer a model that real queries do not")

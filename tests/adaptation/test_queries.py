@@ -168,6 +168,43 @@ def test_real_queries_are_test_and_validation_and_their_documents_are_held_out(r
     assert not (tmp_path / "out" / "evaluation-pseudo").exists()
 
 
+def test_a_share_of_the_real_queries_is_trained_on_but_no_query_or_document_of_the_test(rows, passages, tmp_path):
+    asked_rows = asked(rows, range(0, 120, 3))
+    # Some queries have another passage in a second document.
+    asked_rows += [{**row, "passage": rows[150 + number]["_id"]} for number, row in enumerate(asked_rows[::3])]
+    asked_rows += [{**row, "passage": rows[3 * number]["_id"]} for number, row in enumerate(asked_rows[1:20:4])]
+    irrelevant = [
+        {**row, "passage": rows[200 + number]["_id"], "relevant": False} for number, row in enumerate(asked_rows)
+    ]
+    log = write_rows(tmp_path / "log.jsonl", [*asked_rows, *irrelevant])
+    folder, share = tmp_path / "out", {"training_share": 0.5, "held_out_share": 0.0}
+    relevant = {(row["query"], row["passage"]) for row in asked_rows}
+    by_id = {row["_id"]: row for row in rows}
+    for hold_out_judged in (True, False):
+        settings = QuerySettings(hold_out_judged=hold_out_judged, **share)
+        report = make_queries(passages, folder, log=log, settings=settings)
+        judged = {name: read_rows(folder / name / "queries.jsonl") for name in ("evaluation", "validation")}
+        assert [len(each) for each in judged.values()] == [10, 10]
+        tested = {row["text"] for each in judged.values() for row in each}
+        documents = {by_id[passage]["document"] for query, passage in relevant if query in tested}
+        trained = [row for row in read_rows(folder / "pairs.jsonl") if row["kind"] == "real"]
+        assert len(trained) > 10
+        assert {(row["query"], row["passage"]) for row in trained} <= relevant
+        assert all(row["positive"] == "{title} {text}".format(**by_id[row["passage"]]) for row in trained)
+        assert tested.isdisjoint(row["query"] for row in trained)
+        counts = report.kinds["real"]
+        for_training = [passage for query, passage in relevant if query not in tested]
+        held_out = [passage for passage in for_training if by_id[passage]["document"] in documents]
+        assert counts["proposed"] == len(for_training)
+        assert counts["training"] == len(trained) == len(for_training) - sum(counts["rejected"].values())
+        assert 0 < len(held_out) < 8
+        if hold_out_judged:
+            assert counts["rejected"]["its passage is held out"] == len(held_out)
+            assert documents.isdisjoint(row["document"] for row in read_rows(folder / "pairs.jsonl"))
+        else:
+            assert "its passage is held out" not in counts["rejected"]
+
+
 def test_training_queries_that_resemble_evaluation_queries_are_removed(rows, passages, made, tmp_path):
     folder, _ = made
     copied = [row for row in read_rows(folder / "pairs.jsonl") if row["kind"] == "sentence"][:5]
@@ -310,3 +347,19 @@ def test_an_interrupted_run_leaves_the_earlier_folder(passages, made, tmp_path, 
         make_queries(passages, folder, settings=QuerySettings(seed=1))
     assert files(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "validation_share", "num_trained"), [(60, 0.25, 30), (60, 0.5, 0), (59, 0.25, 0)]
+)
+def test_of_many_judged_queries_a_half_is_trained_on(
+    num_queries, validation_share, num_trained, rows, passages, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(queries, "MANY_QUERIES", 60)
+    log = write_rows(tmp_path / "log.jsonl", asked(rows, range(num_queries)))
+    report = make_queries(
+        passages, tmp_path / "out", log=log, settings=QuerySettings(validation_share=validation_share)
+    )
+    assert report.counts["training_queries"] == num_trained
+    assert report.counts["validation_queries"] == round(validation_share * num_queries)
+    assert report.counts["evaluation_queries"] == num_queries - num_trained - report.counts["validation_queries"]

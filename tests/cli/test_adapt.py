@@ -253,7 +253,8 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
             Path("mine/verdict/verdict.md").write_text("the verdict\n")
 
     monkeypatch.setattr(adapt, "run_step", stand_in)
-    assert run(model, "--queries", "docs") == 0
+    assert run(model, "--queries", "docs", "--training-share", "0.4") == 0
+    assert "--training-share 0.4" in " ".join(next(argv for argv in calls if argv[0] == "queries"))
     encoded = next(argv for argv in calls if argv[0] == "encode" and argv[argv.index("--output") + 1] == "mine/vectors")
     expected = model if served == "START" else served
     assert encoded[encoded.index("--model") + 1] == expected
