@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from embeddings.adaptation.model_queries import QueryModel
-from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS
+from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings
 from embeddings.adaptation.rankings import vector_folder
 from embeddings.adaptation.real_queries import deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
@@ -97,6 +97,9 @@ def adapt(
     """
     if not 0 < minutes < math.inf:
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
+    QuerySettings(training_share=training_share)
+    if queries is None:
+        refuse_given({"query_columns": query_columns, "training_share": training_share}, "needs --queries")
     tokenizer(language)
     if endpoint is None:
         refuse_given({"endpoint_model": endpoint_model}, "needs --endpoint")

@@ -382,6 +382,9 @@ def test_a_models_queries_are_left_aside_without_judgements(documents, model, se
         (["--output", "notes"], "notes"),
         (["--endpoint", "localhost:8000"], "endpoint must be an HTTP URL"),
         (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),
+        (["--training-share", "0.5"], "training_share needs --queries"),
+        (["--query-columns", "{query: q}"], "query_columns needs --queries"),
+        (["--training-share", "0.9", "--queries", "docs"], "training_share must be below 1 - validation_share, 0.75"),
     ],
 )
 def test_a_user_error_is_one_line(model, tmp_path, capsys, options, message):
