@@ -1,14 +1,13 @@
 """E24: what `adapt` gains on the corpora of EMBED_DATA with queries of people, in its released defaults.
 
-Each corpus is adapted to as a user would, from all-MiniLM-L6-v2 and without a language model. Of 500 or more queries a
-half is trained on. A quarter of all is for validation, and the others are the test. Their documents are trained on
-(`--hold-out-judged false`), as the documents that a user searches are. Gains are variant - start, with 95 % bootstrap
-intervals over the test queries. Forgetting is measured on STS-B; with several seeds its interval is from the lowest to
-the highest bound.
+Each corpus is adapted to as a user would, from all-MiniLM-L6-v2 and without a language model. The queries are only test
+(three quarters) and validation: none is trained on. Their documents are trained on (`--hold-out-judged false`), as the
+documents that a user searches are. Gains are variant - start, with 95 % bootstrap intervals over the test queries.
+Forgetting is measured on STS-B; with several seeds its interval is from the lowest to the highest bound.
 
 `--seeds N` runs several seeds, each of which has other training queries and another part of the queries as test.
 `--only NAME ...` runs some corpora. `--without KIND` does not train on queries of a kind, such as `sentence`.
-`--training-share S` trains on another share of the queries than `adapt` by default.
+`--training-share S` trains on a share of the queries too, and tests on what is left.
 `--work DIR` keeps the scores of each run, so that a later command with more seeds runs only the new ones. Name another
 folder after a change of what is measured.
 """
@@ -98,7 +97,7 @@ def adapted(chosen: Namespace, folder: RetrievalFolder, work: Path, seed: int) -
     general = data_folder() / GENERAL
     words: list[Any] = ["adapt", data / "corpus.jsonl", "--output", output, "--model", MODEL, "--queries", data]
     words += ["--hold-out-judged", "false", "--minutes", MINUTES, "--seed", seed]
-    words += [] if chosen.training_share is None else ["--training-share", chosen.training_share]
+    words += ["--training-share", chosen.training_share]
     words += ["--general", general] if not chosen.tiny and general.is_dir() else []
     with without_kind(chosen.without):
         dispatch(list(map(str, words)))
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, default=SETS, help="names of corpora")
     parser.add_argument("--without", choices=KINDS, metavar="KIND", help="kind of query that is not trained on")
-    parser.add_argument("--training-share", type=float, help="share of the queries that are trained on")
+    parser.add_argument("--training-share", type=float, default=0.0, help="share of the queries that are trained on")
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder that keeps each run's scores")
     chosen = options(__doc__, parser=parser)
     names = [name for name in chosen.only if (data_folder() / name).is_dir()]
@@ -167,7 +166,7 @@ def main() -> None:
     for name in names:
         folder = read_retrieval_folder(Path(name)) if chosen.tiny else folder_of(name)
         title = Path(name).name if chosen.without is None else f"{Path(name).name} without {chosen.without}"
-        title += "" if chosen.training_share is None else f" with {chosen.training_share:g} of the queries"
+        title += f" with {chosen.training_share:g} of the queries" if chosen.training_share else ""
         runs = [kept(chosen, title, folder, seed) for seed in range(chosen.seeds)]
         record_all(chosen, title, runs)
 

@@ -46,8 +46,6 @@ PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
 MIN_PASSAGES = 200
 HELD_OUT_SHARE = 0.2
-# Of so many judged queries this share is trained on, which leaves enough for a test and validation.
-MANY_QUERIES, TRAINING_SHARE = 500, 0.5
 # Passages whose words are counted, which also compete for each query; passages that are asked for the pseudo test.
 _SAMPLE, _MAX_HELD_OUT = 20_000, 4_000
 # Links that are remembered, and queries of the pseudo test.
@@ -65,9 +63,8 @@ class QuerySettings:
     Args:
         held_out_share: Share of the documents that are held out; default 0.2, or 0 if real queries have judgements.
         hold_out_judged: Whether the documents with relevant passages of real queries are held out too.
-        training_share: Share of the judged real queries that are trained on; default 0.5 of 500 or more, else 0.
-            Queries about one document are on one side; passages that answer the others are not trained on, unless
-            `hold_out_judged` is off.
+        training_share: Share of the judged real queries that are trained on. Queries about one document are on one
+            side; passages that answer the others are not trained on, unless `hold_out_judged` is off.
         validation_share: Share of the judged real queries that are for validation; the rest is the test.
         per_passage: Maximum sentences, and maximum docstrings, of a passage that become queries.
         max_passages: Maximum passages that are asked for training queries; a random sample of this size.
@@ -76,7 +73,7 @@ class QuerySettings:
 
     held_out_share: float | None = None
     hold_out_judged: bool = True
-    training_share: float | None = None
+    training_share: float = 0.0
     validation_share: float = 0.25
     per_passage: int = 3
     max_passages: int = 50_000
@@ -87,7 +84,7 @@ class QuerySettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise OptionError(name, value, "must be >= 0 and < 1", "0.2 is usual")
-        if (self.training_share or 0) + self.validation_share >= 1:
+        if self.training_share + self.validation_share >= 1:
             rule = f"must be below 1 - validation_share, {1 - self.validation_share:g}: the rest is the test"
             raise OptionError("training_share", self.training_share, rule, "0.5 is usual")
         for name in ("per_passage", "max_passages"):
@@ -155,7 +152,8 @@ def make_queries(
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})
     if log is None:
-        refuse_given({"query_columns": columns, "training_share": settings.training_share}, "needs --queries")
+        share = settings.training_share or None
+        refuse_given({"query_columns": columns, "training_share": share}, "needs --queries")
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,
@@ -323,13 +321,9 @@ class _Split:
         # At least one document is on each side.
         num_held_out = min(max(round(share * len(document_D)), 1), len(document_D) - 1) if share else 0
         self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
-        trained = settings.training_share
-        if trained is None:
-            is_enough = len(documents) >= MANY_QUERIES and settings.validation_share < TRAINING_SHARE
-            trained = TRAINING_SHARE if is_enough else 0.0
         # Queries about one document are on one side.
         order = {row: derive_seed(settings.seed, "training", min(documents[row])) for row in sorted(documents)}
-        rows, num_trained = sorted(order, key=lambda row: order[row]), round(trained * len(order))
+        rows, num_trained = sorted(order, key=lambda row: order[row]), round(settings.training_share * len(order))
         self.trained = sorted(rows[:num_trained])
         rows = sorted(rows[num_trained:], key=lambda row: derive_seed(settings.seed, "validation", str(row)))
         num_validation = round(settings.validation_share * len(documents))

@@ -347,19 +347,3 @@ def test_an_interrupted_run_leaves_the_earlier_folder(passages, made, tmp_path, 
         make_queries(passages, folder, settings=QuerySettings(seed=1))
     assert files(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize(
-    ("num_queries", "validation_share", "num_trained"), [(60, 0.25, 30), (60, 0.5, 0), (59, 0.25, 0)]
-)
-def test_of_many_judged_queries_a_half_is_trained_on(
-    num_queries, validation_share, num_trained, rows, passages, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(queries, "MANY_QUERIES", 60)
-    log = write_rows(tmp_path / "log.jsonl", asked(rows, range(num_queries)))
-    report = make_queries(
-        passages, tmp_path / "out", log=log, settings=QuerySettings(validation_share=validation_share)
-    )
-    assert report.counts["training_queries"] == num_trained
-    assert report.counts["validation_queries"] == round(validation_share * num_queries)
-    assert report.counts["evaluation_queries"] == num_queries - num_trained - report.counts["validation_queries"]
