@@ -39,8 +39,6 @@ from embeddings.inference import Encoder, Precision, VectorFolder, encode_corpus
 from embeddings.inference.encoder import Context, embedder_sha256, unit_rows
 from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
-# The kind of a query that names none: one that a person wrote.
-
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 Vectors = npt.NDArray[np.float32]

@@ -18,7 +18,7 @@ from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row,
 from embeddings.evaluation.folders import read_retrieval_folder
 from embeddings.inference.bm25 import neutral_tokens
 
-# The kind of these queries.
+# The kind of a query that a person wrote, and that names none.
 REAL = "real"
 # The names of each field; the first one that a row has is used.
 _NAMES = {
