@@ -37,6 +37,7 @@ from embeddings.inference import Encoder
 from embeddings.inference.bm25 import ENGLISH, tokenizer
 from embeddings.inference.hybrid import WEIGHT, WORDS_FOLDER
 from embeddings.models import Embedder
+from embeddings.models.directory import require_modules
 from embeddings.models.model_card import add_section
 from embeddings.models.model_files import PACKAGED_NAME, resolve_model
 
@@ -113,7 +114,7 @@ def adapt(
     for name, path in (("documents", documents), ("--queries", queries), ("--training", config)):
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
-    resolve_model(model)
+    require_modules(resolve_model(model))
     is_complete = any(chooses(content, "model") for _, content in read_configs(str(config)))
     configs = [config] if is_complete else [CONFIG, config]
     steps = Steps(output.expanduser(), model, language, seed, dry_run)

@@ -556,14 +556,12 @@ def parse_devices(devices: int | str) -> tuple[str, ...]:
 def on_devices(
     encoder: Encoder, devices: Sequence[str], work: Callable[[Encoder, Item], Result], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Process items on several devices, and yield results as they finish; with fewer than two, in this process.
+    """Process items on several devices, and yield results as they finish.
 
     Each worker loads the model, which must be of a model directory, and has a share of this process's threads. Until
     the generator is closed, the encoder's model is on the CPU and must not be used. `work`, items and results are
     pickled.
     """
-    if len(devices) < 2:
-        return (work(encoder, item) for item in items)
     if encoder.origin is None:
         raise OptionError("devices", ",".join(devices), "needs a model that was read from a directory", "save it first")
     precision = str(encoder.dtype).removeprefix("torch.")

@@ -249,13 +249,19 @@ def _write_standard_pooling(folder: Path, name: str, parts: ModelParts, config: 
     return f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"
 
 
+def require_modules(folder: Path) -> Path:
+    """The file that lists the modules of an embedding model; an error if a directory has none."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        raise InputError(str(folder), "has no modules.json, so it is not an embedding model", "export one, or train it")
+    return path
+
+
 def read_model_directory(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contextual: bool = False
 ) -> ModelParts:
     """Read the parts of a sentence-transformers directory except the backbone, without running code from it."""
-    path = folder / "modules.json"
-    if not path.is_file():
-        raise InputError(str(folder), "has no modules.json, so it is not an embedding model", "export one, or train it")
+    path = require_modules(folder)
     pooling: Pooling | None = None
     norm, head, normalize, include_prompt = None, None, False, True
     for kind, place in _modules(path):

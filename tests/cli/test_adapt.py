@@ -85,6 +85,7 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     config = yaml.safe_load(Path("mine/train.yaml").read_text())
     assert config["trainer"]["max_steps"] == 2
     assert config["trainer"]["max_time"] == "00:00:30:00"
+    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 3e-5
     assert config["model"]["init_args"]["initial_model"] == model
     # Documents are on one side: no passage of a test query's document is trained on.
     rows = {row["_id"]: row for row in read_rows(Path("mine/passages.jsonl"))}
@@ -379,6 +380,7 @@ def test_a_models_queries_are_left_aside_without_judgements(documents, model, se
         (["--training", "docs/a.md"], "contains no options"),
         (["--language", "klingon"], "language"),
         (["--model", "nowhere/model"], "nowhere/model"),
+        (["--model", "docs"], "docs: has no modules.json, so it is not an embedding model"),
         (["--output", "notes"], "notes"),
         (["--endpoint", "localhost:8000"], "endpoint must be an HTTP URL"),
         (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),

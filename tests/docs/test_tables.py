@@ -37,6 +37,8 @@ def test_scores_are_laid_out_by_row_and_column(tmp_path, monkeypatch):
     claims = {"E1 recall on x, 4": 0.25, "E1 recall on x, 8": 0.5, "E1 nDCG on x, 4": 0.125}
     rows = [f'"{claim}",{value},score,0,0,nan,none,none,c,1,a,d' for claim, value in claims.items()]
     monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
+    text = '```scores\nclaim: "(?P<row>E1) (?P<column>.+) on x, (?P<row_2>.+)"\n```'
+    assert [line[:6] for line in hooks.with_tables(text).splitlines()[2:]] == ["| E1 4", "| E1 8"]
     text = '```scores\nclaim: "E1 (?P<column>.+) on x, (?P<row>.+)"\ncorner: lists\n```'
     assert hooks.with_tables(text).splitlines() == [
         "| lists | recall | nDCG |",

@@ -344,14 +344,6 @@ def test_devices_are_counted_or_named_and_missing_ones_are_refused(devices, num_
         refused(OptionError, found, parse_devices, devices)
 
 
-def test_a_single_device_works_in_this_process_and_reads_items_on_demand():
-    encoder, read = Encoder(tiny_embedder()), []
-    results = on_devices(encoder, ("cpu",), lambda used, item: (used, read.append(item), item)[::2], iter(range(3)))
-    assert next(results) == (encoder, 0)
-    assert read == [0]
-    assert [item for _, item in results] == [1, 2]
-
-
 def test_a_model_without_a_directory_cannot_be_used_on_several_devices():
     with pytest.raises(OptionError, match="devices needs a model that was read from a directory"):
         on_devices(Encoder(tiny_embedder()), ("cpu", "cpu"), print, [])
