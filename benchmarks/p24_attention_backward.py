@@ -9,9 +9,12 @@ from torch import nn
 from transformers import AttentionInterface
 
 from benchmarks.harness import compare, options, record
+from benchmarks.workloads import assert_equal_gradients
 from embeddings.models.half_precision import MAX_SIZE, use_half_precision
 
 TOKENS, LENGTHS = 8_192, (32, 64, 128, 256)
+# The most that a gradient may differ by, over its norm. Usual are 0.003.
+GRADIENT_ERROR = 2**-6
 # Heads and their width.
 SHAPES = {"MiniLM": (12, 32), "SmolLM2": (9, 64)}
 
@@ -25,6 +28,7 @@ class Layer(nn.Module):
 def main() -> None:
     """Time both passes of each shape."""
     chosen = options(__doc__)
+    torch.manual_seed(0)
     tokens, lengths = (256, (32,)) if chosen.tiny else (TOKENS, LENGTHS)
     attention = AttentionInterface()["sdpa"]
     ours, theirs = Layer().train(), Layer().train()
@@ -40,7 +44,10 @@ def main() -> None:
                 output, _ = attention(layer, query, key, value, mask)  # noqa: B023
                 return [output, *torch.autograd.grad(output.float().square().sum(), [query, key, value])]  # noqa: B023
 
-            torch.testing.assert_close(passes(ours), passes(theirs), rtol=2**-6, atol=2**-6)
+            (output, *actual), (expected_output, *expected) = passes(ours), passes(theirs)
+            torch.testing.assert_close(output, expected_output, rtol=0, atol=0)
+            for of_ours, of_torch in zip(actual, expected, strict=True):
+                assert_equal_gradients(of_ours.double(), of_torch.double(), GRADIENT_ERROR)
             ratio = compare(lambda: passes(ours), lambda: passes(theirs), chosen)
             title = f"P24 attention with its backward pass in float32 over torch's in bfloat16, {name}, {length} tokens"
             record(chosen, title, ratio, "ratio", "<=1", "torch")
