@@ -40,11 +40,13 @@ from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
 # Increase it whenever the same passages produce different queries, so that an older output is not reused.
-RECIPE = 2
+RECIPE = 3
 # Training pairs: with the queries that documents offer, and with those that a language model wrote.
 PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
 MIN_PASSAGES = 200
+# So many real queries are trained on alone: what documents offer then only adds other kinds of query (E24).
+ENOUGH_REAL = 200
 HELD_OUT_SHARE = 0.2
 # Passages whose words are counted, which also compete for each query; passages that are asked for the pseudo test.
 _SAMPLE, _MAX_HELD_OUT = 20_000, 4_000
@@ -135,10 +137,10 @@ def make_queries(
     With a language model its answers are inputs too. They are saved in `OUTPUT.work`, so no request is sent twice.
 
     Whole documents are held out before anything else. The folder has `pairs.jsonl` (queries that the documents offer by
-    themselves, and real ones by `training_share`), `pairs-model.jsonl` (queries of the language model), `evaluation/`
-    and `validation/` (real queries with judgements), `evaluation-pseudo/` (queries of the held-out documents, whose
-    passages there lack the query), `unjudged.jsonl` (real queries without judgements) and `summary.json`; a part
-    without content is absent.
+    themselves, and real ones by `training_share`; these alone from 200 on), `pairs-model.jsonl` (queries of
+    the language model), `evaluation/` and `validation/` (real queries with judgements), `evaluation-pseudo/` (queries
+    of the held-out documents, whose passages there lack the query), `unjudged.jsonl` (real queries without judgements)
+    and `summary.json`; a part without content is absent.
 
     Args:
         passages: The file of passages (see `read_passages`).
@@ -179,6 +181,9 @@ def make_queries(
     training = [*_asked(survey, split, real), *training]
     texts = [*(real.queries[row] for rows in split.real.values() for row in rows), *(each.query for each in test)]
     training = _decontaminated(survey, training, texts, evaluation)
+    if len({each.query for each in training if each.kind == REAL}) >= ENOUGH_REAL:
+        is_kept = [each.kind in (REAL, MODEL_KIND) for each in training]
+        training = survey.filtered(training, is_kept, "the real queries are enough")
     for place, kept in (("training", training), ("pseudo_test", test)):
         for each in kept:
             report.count(each.kind, place)

@@ -15,7 +15,7 @@ import yaml
 from embeddings.adaptation.model_queries import QueryModel
 from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings
 from embeddings.adaptation.rankings import vector_folder
-from embeddings.adaptation.real_queries import deciding_items, write_label_file
+from embeddings.adaptation.real_queries import REAL, deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.export import component
@@ -43,8 +43,9 @@ from embeddings.models.model_files import PACKAGED_NAME, resolve_model
 
 CONFIG = CONFIGS / "own_pairs.yaml"
 LEARNING_RATE, BATCH_SIZE, NUM_NEGATIVES = 3e-5, 32, 1
-# Steps of training on a CPU and on a GPU, at most one pass over the pairs.
+# Steps of training on a CPU and on a GPU, and passes over the pairs, at most; real queries have `REAL_EPOCHS`.
 MAX_STEPS, MAX_GPU_STEPS = 200, 500
+EPOCHS, REAL_EPOCHS = 1, 2
 # Items of the file of labels, and queries of which they are chosen.
 MAX_LABELS, MAX_LABELLED_QUERIES = 100, 500
 
@@ -262,7 +263,7 @@ class Steps:
         choice = ["--num-negatives", NUM_NEGATIVES, "--seed", self.seed]
         self.command("mine", "--model", self.model, "--input", pairs, "--output", mined, *choice)
         if not self.dry_run:
-            own = self.config(mined, trained, count_rows(pairs), minutes)
+            own = self.config(mined, trained, pairs, minutes)
             if configs == [CONFIG]:
                 own["model"]["init_args"]["optimizer"] = {"init_args": {"lr": LEARNING_RATE}}
             write_text(written, yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
@@ -278,8 +279,11 @@ class Steps:
         models = ["--start", self.model, "--trained", _listed(trained)]
         self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 
-    def config(self, records: Path, trained: Path, num_pairs: int, minutes: float) -> dict[str, Any]:
+    def config(self, records: Path, trained: Path, pairs: Path, minutes: float) -> dict[str, Any]:
         """What is added to the configs of training: this model, these records, outputs and number of steps."""
+        with open(pairs, encoding="utf-8") as file:
+            kinds = [json.loads(line)["kind"] for line in file]
+        epochs = REAL_EPOCHS if set(kinds) == {REAL} else EPOCHS
         folder, days = str(self.output / trained.name.replace("trained", "run")), timedelta(minutes=minutes)
         hours, rest = divmod(int(days.total_seconds()), 3600)
         max_steps = MAX_GPU_STEPS if torch.cuda.is_available() else MAX_STEPS
@@ -291,8 +295,8 @@ class Steps:
         return {
             "seed_everything": self.seed,
             "trainer": {
-                "max_epochs": 1,
-                "max_steps": max(1, min(max_steps, num_pairs // BATCH_SIZE)),
+                "max_epochs": epochs,
+                "max_steps": max(1, min(max_steps, epochs * (len(kinds) // BATCH_SIZE))),
                 "max_time": f"{hours // 24:02}:{hours % 24:02}:{rest // 60:02}:{rest % 60:02}",
                 "default_root_dir": folder,
                 "logger": component("lightning.pytorch.loggers.CSVLogger", save_dir=folder, name="logs"),

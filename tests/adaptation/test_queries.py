@@ -205,6 +205,24 @@ def test_a_share_of_the_real_queries_is_trained_on_but_no_query_or_document_of_t
             assert "its passage is held out" not in counts["rejected"]
 
 
+def test_enough_real_queries_are_trained_on_alone(rows, passages, tmp_path, monkeypatch):
+    # Each query has two passages.
+    log = asked(rows, range(0, 120, 3))
+    log += [{**row, "passage": rows[150 + number]["_id"]} for number, row in enumerate(log)]
+    write_rows(tmp_path / "log.jsonl", log)
+    settings = QuerySettings(hold_out_judged=False, training_share=0.5)
+    for least, kinds in ((21, {"real", "sentence", "heading"}), (20, {"real"})):
+        monkeypatch.setattr(queries, "ENOUGH_REAL", least)
+        report = make_queries(passages, tmp_path / str(least), log=tmp_path / "log.jsonl", settings=settings)
+        pairs = read_rows(tmp_path / str(least) / "pairs.jsonl")
+        assert {row["kind"] for row in pairs} == kinds
+        assert len({row["query"] for row in pairs if row["kind"] == "real"}) == 20
+        assert sum(row["kind"] == "real" for row in pairs) == report.kinds["real"]["training"] == 40
+        assert report.counts["pairs"] == len(pairs)
+        dropped = report.kinds["sentence"]["rejected"].get("the real queries are enough", 0)
+        assert (dropped > 50) == (least == 20)
+
+
 def test_training_queries_that_resemble_evaluation_queries_are_removed(rows, passages, made, tmp_path):
     folder, _ = made
     copied = [row for row in read_rows(folder / "pairs.jsonl") if row["kind"] == "sentence"][:5]

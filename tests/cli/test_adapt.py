@@ -83,7 +83,7 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert all(set(each["differences"]) >= {"trained"} for each in general.values())
     assert "Not measured on your queries" in printed
     config = yaml.safe_load(Path("mine/train.yaml").read_text())
-    assert config["trainer"]["max_steps"] == 2
+    assert (config["trainer"]["max_epochs"], config["trainer"]["max_steps"]) == (1, 2)
     assert config["trainer"]["max_time"] == "00:00:30:00"
     assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 3e-5
     assert config["model"]["init_args"]["initial_model"] == model
@@ -245,7 +245,7 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
             for name in ("evaluation", "validation"):
                 Path("mine/queries", name).mkdir(parents=True)
             write_rows(Path("mine/queries/validation/queries.jsonl"), [{}] * 50)
-            Path("mine/queries/pairs.jsonl").write_text("{}\n" * 100)
+            write_rows(Path("mine/queries/pairs.jsonl"), [{"kind": "real"}] * 100)
         if argv[0] == "compare":
             Path("mine/verdict").mkdir()
             decision = {"variant": variant, "num_real_queries": 60}
@@ -256,6 +256,9 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
     monkeypatch.setattr(adapt, "run_step", stand_in)
     assert run(model, "--queries", "docs", "--training-share", "0.4") == 0
     assert "--training-share 0.4" in " ".join(next(argv for argv in calls if argv[0] == "queries"))
+    # Two passes over three batches of real queries.
+    trainer = yaml.safe_load(Path("mine/train.yaml").read_text())["trainer"]
+    assert (trainer["max_epochs"], trainer["max_steps"]) == (2, 6)
     encoded = next(argv for argv in calls if argv[0] == "encode" and argv[argv.index("--output") + 1] == "mine/vectors")
     expected = model if served == "START" else served
     assert encoded[encoded.index("--model") + 1] == expected
