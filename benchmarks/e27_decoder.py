@@ -51,6 +51,9 @@ MORE = {
     f"one stage{FAST}": replace(MAIN[WHOLE], negatives=True, learning_rate=2e-3),
     f"two stages{FAST}": replace(MAIN[WHOLE], negatives=True, first_steps=20, in_batch=False, learning_rate=2e-3),
     "two stages, in-batch negatives in both": replace(MAIN[WHOLE], negatives=True, first_steps=20),
+    f"two stages, in-batch negatives in both{FAST}": replace(
+        MAIN[WHOLE], negatives=True, first_steps=20, learning_rate=2e-3
+    ),
     "one stage, no in-batch negatives": replace(MAIN[WHOLE], negatives=True, in_batch=False),
     # As many as in the paper.
     "one stage, seven negatives": replace(MAIN[WHOLE], negatives=7),
@@ -87,6 +90,9 @@ GAINS = [
     ("two stages", "one stage"),
     (f"two stages{FAST}", f"one stage{FAST}"),
     ("two stages", "two stages, in-batch negatives in both"),
+    (f"two stages{FAST}", f"two stages, in-batch negatives in both{FAST}"),
+    (f"two stages, in-batch negatives in both{FAST}", f"one stage{FAST}"),
+    (f"one stage{FAST}", f"{WHOLE}{FAST}"),
     ("one stage", "one stage, no in-batch negatives"),
     ("two stages, seven negatives", "one stage, seven negatives"),
     ("two stages, seven negatives", "two stages"),
