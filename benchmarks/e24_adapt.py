@@ -1,13 +1,14 @@
 """E24: what `adapt` gains on the corpora of EMBED_DATA with queries of people, in its released defaults.
 
 Each corpus is adapted to as a user would, from all-MiniLM-L6-v2 and without a language model. The queries are only test
-(three quarters) and validation: none is trained on. Their documents are trained on (`--hold-out-judged false`), as the
-documents that a user searches are. Gains are variant - start, with 95 % bootstrap intervals over the test queries.
+(three quarters) and validation: none is trained on, as by default if there are fewer than 500. Their documents are
+trained on (`--hold-out-judged false`), as the documents that a user searches are. Gains are variant - start, with 95 %
+bootstrap intervals over the test queries.
 Forgetting is measured on STS-B; with several seeds its interval is from the lowest to the highest bound.
 
 `--seeds N` runs several seeds, each of which has other training queries and another part of the queries as test.
 `--only NAME ...` runs some corpora. `--without KIND` does not train on queries of a kind, such as `sentence`.
-`--training-share S` trains on a share of the queries too, and tests on what is left.
+`--training-share S` trains on a share of the queries, and tests on what is left; 0.5 is the default of larger sets.
 `--work DIR` keeps the scores of each run, so that a later command with more seeds runs only the new ones. Name another
 folder after a change of what is measured.
 """

@@ -47,6 +47,8 @@ PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 MIN_PASSAGES = 200
 # So many real queries are trained on alone: what documents offer then only adds other kinds of query (E24).
 ENOUGH_REAL = 200
+# From so many judged queries on some are trained on by default: more than `ENOUGH_REAL`, and as many are left.
+MANY_REAL = 500
 HELD_OUT_SHARE = 0.2
 # Passages whose words are counted, which also compete for each query; passages that are asked for the pseudo test.
 _SAMPLE, _MAX_HELD_OUT = 20_000, 4_000
@@ -66,7 +68,8 @@ class QuerySettings:
         held_out_share: Share of the documents that are held out; default 0.2, or 0 if real queries have judgements.
         hold_out_judged: Whether the documents with relevant passages of real queries are held out too.
         training_share: Share of the judged real queries that are trained on. Queries about one document are on one
-            side; passages that answer the others are not trained on, unless `hold_out_judged` is off.
+            side; passages that answer the others are not trained on, unless `hold_out_judged` is off. Default: two
+            thirds of what is not for validation (0.5) if 500 queries are judged, else 0.
         validation_share: Share of the judged real queries that are for validation; the rest is the test.
         per_passage: Maximum sentences, and maximum docstrings, of a passage that become queries.
         max_passages: Maximum passages that are asked for training queries; a random sample of this size.
@@ -75,7 +78,7 @@ class QuerySettings:
 
     held_out_share: float | None = None
     hold_out_judged: bool = True
-    training_share: float = 0.0
+    training_share: float | None = None
     validation_share: float = 0.25
     per_passage: int = 3
     max_passages: int = 50_000
@@ -86,7 +89,7 @@ class QuerySettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise OptionError(name, value, "must be >= 0 and < 1", "0.2 is usual")
-        if self.training_share + self.validation_share >= 1:
+        if (self.training_share or 0) + self.validation_share >= 1:
             rule = f"must be below 1 - validation_share, {1 - self.validation_share:g}: the rest is the test"
             raise OptionError("training_share", self.training_share, rule, "0.5 is usual")
         for name in ("per_passage", "max_passages"):
@@ -154,8 +157,7 @@ def make_queries(
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})
     if log is None:
-        share = settings.training_share or None
-        refuse_given({"query_columns": columns, "training_share": share}, "needs --queries")
+        refuse_given({"query_columns": columns, "training_share": settings.training_share}, "needs --queries")
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,
@@ -328,7 +330,10 @@ class _Split:
         self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
         # Queries about one document are on one side.
         order = {row: derive_seed(settings.seed, "training", min(documents[row])) for row in sorted(documents)}
-        rows, num_trained = sorted(order, key=lambda row: order[row]), round(settings.training_share * len(order))
+        share = settings.training_share
+        if share is None:
+            share = 0.0 if len(order) < MANY_REAL else (1 - settings.validation_share) * 2 / 3
+        rows, num_trained = sorted(order, key=lambda row: order[row]), round(share * len(order))
         self.trained = sorted(rows[:num_trained])
         rows = sorted(rows[num_trained:], key=lambda row: derive_seed(settings.seed, "validation", str(row)))
         num_validation = round(settings.validation_share * len(documents))

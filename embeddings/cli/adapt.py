@@ -61,7 +61,7 @@ def adapt(
     general: Path | list[Path] | None = None,
     language: str = ENGLISH,
     hold_out_judged: bool = True,
-    training_share: float = 0.0,
+    training_share: float | None = None,
     minutes: float = 30.0,
     seed: int = 0,
     dry_run: bool = False,
@@ -88,7 +88,8 @@ def adapt(
             of installed packages, and `[]` for none.
         language: Language of the documents for BM25, as PyStemmer names it, or `none` for words without stemming.
         hold_out_judged: Whether documents with relevant passages of real queries are not trained on (see `queries`).
-        training_share: Share of the judged real queries that are trained on (see `queries`).
+        training_share: Share of the judged real queries that are trained on; default 0.5 if 500 are judged, else 0 (see
+            `queries`).
         minutes: Maximum time of training, without the other steps.
         seed: Seed of the random choices.
         dry_run: Whether to print the commands, and run nothing.
@@ -101,7 +102,7 @@ def adapt(
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
     QuerySettings(training_share=training_share)
     if queries is None:
-        refuse_given({"query_columns": query_columns, "training_share": training_share or None}, "needs --queries")
+        refuse_given({"query_columns": query_columns, "training_share": training_share}, "needs --queries")
     tokenizer(language)
     if endpoint is None:
         refuse_given({"endpoint_model": endpoint_model}, "needs --endpoint")
@@ -120,7 +121,7 @@ def adapt(
     configs = [config] if is_complete else [CONFIG, config]
     steps = Steps(output.expanduser(), model, language, seed, dry_run)
     given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
-    given |= {"--training-share": training_share or None}
+    given |= {"--training-share": training_share}
     given |= {"--query-columns": json.dumps(query_columns) if query_columns else None}
     given |= {"--endpoint": endpoint, "--endpoint-model": endpoint_model}
     inputs = [word for option, value in given.items() if value is not None for word in (option, value)]

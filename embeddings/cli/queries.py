@@ -29,7 +29,7 @@ def queries(
 
     Queries are what the documents offer: sentences (removed from their passage), questions, headings, texts of links
     and docstrings; with `--endpoint` also, in a file of its own, what a language model writes. Whole documents are held
-    out. Real queries with judgements are the test and validation; with `--training-share` some are trained on.
+    out. Real queries with judgements are the test and validation; of many (`--training-share`) a half is trained on.
 
     Args:
         passages: JSON lines with `text`, and optionally `_id`, `title`, `document`, `file` and `links`.

@@ -223,6 +223,24 @@ def test_enough_real_queries_are_trained_on_alone(rows, passages, tmp_path, monk
         assert (dropped > 50) == (least == 20)
 
 
+@pytest.mark.parametrize(
+    ("many", "settings", "parts"),
+    [
+        (40, QuerySettings(), [20, 10, 10]),
+        (41, QuerySettings(), [0, 10, 30]),
+        (40, QuerySettings(training_share=0.0), [0, 10, 30]),
+        (40, QuerySettings(validation_share=0.7), [8, 28, 4]),
+    ],
+)
+def test_a_half_of_many_judged_queries_is_trained_on_by_default(
+    many, settings, parts, rows, passages, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(queries, "MANY_REAL", many)
+    log = write_rows(tmp_path / "log.jsonl", asked(rows, range(0, 120, 3)))
+    counts = make_queries(passages, tmp_path / "out", log=log, settings=settings).counts
+    assert [counts[f"{part}_queries"] for part in ("training", "validation", "evaluation")] == parts
+
+
 def test_training_queries_that_resemble_evaluation_queries_are_removed(rows, passages, made, tmp_path):
     folder, _ = made
     copied = [row for row in read_rows(folder / "pairs.jsonl") if row["kind"] == "sentence"][:5]
