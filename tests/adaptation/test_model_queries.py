@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from embeddings.adaptation import queries
 from embeddings.adaptation.candidates import Candidate, Passage, WordStatistics
 from embeddings.adaptation.model_queries import (
     INSTRUCTION,
@@ -22,7 +23,7 @@ from embeddings.adaptation.model_queries import (
     read_line,
     read_query,
 )
-from embeddings.adaptation.queries import make_queries
+from embeddings.adaptation.queries import QuerySettings, make_queries
 from embeddings.common import InputError, OptionError
 from embeddings.common.random import derive_seed
 from embeddings.synthesis.validate import Answer, RejectedAnswer
@@ -186,7 +187,7 @@ def test_examples_are_of_other_passages_in_the_same_language():
 # Jobs.
 
 
-def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp_path, caplog):
+def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     with chat_server(writes_well) as server:
         report = ask(server, passages, tmp_path / "out", max_requests=60)
@@ -209,6 +210,19 @@ def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp
     assert read_rows(tmp_path / "without" / "pairs.jsonl") == pairs
     assert report.counts["pairs"] == len(pairs)
     assert not (tmp_path / "without" / "pairs-model.jsonl").exists()
+    # Real queries that replace the documents' own leave the model's as they are.
+    monkeypatch.setattr(queries, "ENOUGH_REAL", 15)
+    log = [{"query": f"where is {row['text'].split()[1]}", "passage": row["_id"]} for row in rows[:120:3]]
+    with chat_server(writes_well) as other:
+        make_queries(
+            passages,
+            tmp_path / "real",
+            log=write_rows(tmp_path / "log.jsonl", log),
+            settings=QuerySettings(hold_out_judged=False, training_share=0.5),
+            model=QueryModel(other.endpoint, max_requests=60),
+        )
+    for name, kind in (("pairs.jsonl", "real"), ("pairs-model.jsonl", "model")):
+        assert {row["kind"] for row in read_rows(tmp_path / "real" / name)} == {kind}
     # What was sent: examples of other passages, one short line, and the model that the server lists.
     body = server.requests[0]
     assert (body["model"], body["max_tokens"], body["temperature"], body["stop"]) == ("m", 32, 0.7, ["\n"])

@@ -245,7 +245,8 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
             for name in ("evaluation", "validation"):
                 Path("mine/queries", name).mkdir(parents=True)
             write_rows(Path("mine/queries/validation/queries.jsonl"), [{}] * 50)
-            write_rows(Path("mine/queries/pairs.jsonl"), [{"kind": "real"}] * 100)
+            kinds = ["sentence" if variant == "start" else "real", *["real"] * 99]
+            write_rows(Path("mine/queries/pairs.jsonl"), [{"kind": kind} for kind in kinds])
         if argv[0] == "compare":
             Path("mine/verdict").mkdir()
             decision = {"variant": variant, "num_real_queries": 60}
@@ -256,9 +257,9 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
     monkeypatch.setattr(adapt, "run_step", stand_in)
     assert run(model, "--queries", "docs", "--training-share", "0.4") == 0
     assert "--training-share 0.4" in " ".join(next(argv for argv in calls if argv[0] == "queries"))
-    # Two passes over three batches of real queries.
+    # Two passes over three batches if all queries are real.
     trainer = yaml.safe_load(Path("mine/train.yaml").read_text())["trainer"]
-    assert (trainer["max_epochs"], trainer["max_steps"]) == (2, 6)
+    assert (trainer["max_epochs"], trainer["max_steps"]) == ((1, 3) if variant == "start" else (2, 6))
     encoded = next(argv for argv in calls if argv[0] == "encode" and argv[argv.index("--output") + 1] == "mine/vectors")
     expected = model if served == "START" else served
     assert encoded[encoded.index("--model") + 1] == expected
@@ -310,11 +311,12 @@ def test_a_language_model_is_asked_for_judged_queries_and_has_a_training_of_its_
     assert printed.startswith("the language model is not asked: only judged queries (--queries) tell")
     assert steps(printed) == ALL
     assert "--endpoint" not in printed
-    assert run(model, "--dry-run", "--queries", "docs", *options) == 0
+    assert run(model, "--dry-run", "--queries", "docs", "--training-share", "0", *options) == 0
     printed = capsys.readouterr().out
     assert steps(printed) == [*ALL[:2], "mine", "fit", "mine", "fit", *ALL[4:]]
     line = next(line for line in printed.splitlines() if line.startswith("[2]"))
-    assert line.endswith(" ".join(["--output mine/queries --seed 0 --queries docs", *options]))
+    given = ["--output mine/queries --seed 0 --queries docs --training-share 0.0", *options]
+    assert line.endswith(" ".join(given))
     assert '--trained \'["mine/trained", "mine/trained-model"]\'' in printed
 
 
