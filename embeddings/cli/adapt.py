@@ -45,7 +45,7 @@ CONFIG = CONFIGS / "own_pairs.yaml"
 LEARNING_RATE, BATCH_SIZE, NUM_NEGATIVES = 3e-5, 32, 1
 # Steps of training on a CPU and on a GPU, and passes over the pairs, at most; real queries have `REAL_EPOCHS`.
 MAX_STEPS, MAX_GPU_STEPS = 200, 500
-EPOCHS, REAL_EPOCHS = 1, 2
+EPOCHS, REAL_EPOCHS = 1, 4
 # Items of the file of labels, and queries of which they are chosen.
 MAX_LABELS, MAX_LABELLED_QUERIES = 100, 500
 

@@ -257,9 +257,9 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
     monkeypatch.setattr(adapt, "run_step", stand_in)
     assert run(model, "--queries", "docs", "--training-share", "0.4") == 0
     assert "--training-share 0.4" in " ".join(next(argv for argv in calls if argv[0] == "queries"))
-    # Two passes over three batches if all queries are real.
+    # Four passes over three batches if all queries are real.
     trainer = yaml.safe_load(Path("mine/train.yaml").read_text())["trainer"]
-    assert (trainer["max_epochs"], trainer["max_steps"]) == ((1, 3) if variant == "start" else (2, 6))
+    assert (trainer["max_epochs"], trainer["max_steps"]) == ((1, 3) if variant == "start" else (4, 12))
     encoded = next(argv for argv in calls if argv[0] == "encode" and argv[argv.index("--output") + 1] == "mine/vectors")
     expected = model if served == "START" else served
     assert encoded[encoded.index("--model") + 1] == expected
