@@ -354,6 +354,8 @@ class _Split:
             rest = f"{self.num_training} of {survey.num_passages} passages are not held out"
             judged_too = " (--hold-out-judged false trains on those that answer real queries)" if self._judged else ""
             notes.append(f"{rest}, too few to train on: {MIN_PASSAGES} are needed{judged_too}; no pairs are written")
+            # Nothing is trained, so that all but the validation is a test.
+            self.real["evaluation"], self.trained = sorted([*self.real["evaluation"], *self.trained]), []
         if not num_held_out and not self._judged and not is_real:
             notes.append("there is one document: nothing can be held out, and there is no test")
 
@@ -417,7 +419,7 @@ def _written(
 def _asked(survey: _Survey, split: _Split, log: QueryLog) -> list[Candidate]:
     """The real queries for training with each of their relevant passages that is not held out."""
     queries_of: dict[str, list[str]] = {}
-    for row in split.trained if split.num_training >= MIN_PASSAGES else ():
+    for row in split.trained:
         for name, grade in survey.judgements.grades[row].items():
             if grade > 0:
                 queries_of.setdefault(name, []).append(log.queries[row])

@@ -241,6 +241,17 @@ def test_a_half_of_many_judged_queries_is_trained_on_by_default(
     assert [counts[f"{part}_queries"] for part in ("training", "validation", "evaluation")] == parts
 
 
+def test_without_training_no_query_is_lost_to_it(rows, tmp_path):
+    """All queries are about one document, which is then held out."""
+    one = [{**row, "document": "handbook.md"} for row in rows]
+    log = write_rows(tmp_path / "log.jsonl", asked(one, range(0, 120, 3)))
+    passages = write_rows(tmp_path / "passages.jsonl", one)
+    report = make_queries(passages, tmp_path / "out", log=log, settings=QuerySettings(training_share=0.5))
+    assert [report.counts[f"{part}_queries"] for part in ("training", "validation", "evaluation")] == [0, 10, 30]
+    assert len(read_rows(tmp_path / "out" / "evaluation" / "queries.jsonl")) == 30
+    assert any("too few to train on" in note for note in report.notes)
+
+
 def test_training_queries_that_resemble_evaluation_queries_are_removed(rows, passages, made, tmp_path):
     folder, _ = made
     copied = [row for row in read_rows(folder / "pairs.jsonl") if row["kind"] == "sentence"][:5]
