@@ -45,7 +45,7 @@ RECIPE = 3
 PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
 MIN_PASSAGES = 200
-# So many real queries are trained on alone: what documents offer then only adds other kinds of query (E24).
+# So many real queries are trained on alone, which gains more than among what documents offer (E24).
 ENOUGH_REAL = 200
 # From so many judged queries on some are trained on by default: more than `ENOUGH_REAL`, and as many are left.
 MANY_REAL = 500
