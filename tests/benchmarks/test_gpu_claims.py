@@ -50,8 +50,8 @@ def test_a_step_of_each_method_is_profiled_into_a_file(name, tmp_path):
     assert len(re.findall(r"\d\.\d{3}", lines[1])) == 3
     kinds = dict(re.findall(r"^([a-z, ]+?) +(\d+\.\d+) +[\d.]+% +\d+$", "\n".join(lines), re.MULTILINE))
     assert {"matrix products", "attention", "optimiser"} <= kinds.keys()
-    # A name that no kind matches is rare.
-    assert float(kinds.get("other", 0)) < 0.2 * sum(map(float, kinds.values()))
+    # Names that no kind matches take a tenth of the time. It is of milliseconds, so that the bound is wide.
+    assert float(kinds.get("other", 0)) < 0.4 * sum(map(float, kinds.values()))
     assert any(line.startswith("aten::_local_scalar_dense") for line in lines)
 
 
