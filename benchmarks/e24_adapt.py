@@ -33,7 +33,7 @@ from benchmarks.harness import Ratio, options, record
 from benchmarks.workloads import data_folder
 from embeddings.adaptation.candidates import KINDS
 from embeddings.adaptation.real_queries import REAL
-from embeddings.adaptation.verdict import START
+from embeddings.adaptation.verdict import HYBRID, START, TRAINED
 from embeddings.cli import adapt
 from embeddings.cli.main import dispatch
 from embeddings.common.io import write_json
@@ -41,6 +41,7 @@ from embeddings.evaluation import RetrievalFolder, paired_bootstrap, read_retrie
 from embeddings.evaluation.folders import find_evaluation_folders
 
 SETS = ("cranfield", "codebase_chunks", "se_answers_pairs", "cisi", "chunking_eval", "vaswani_npl", "medquad_pairs")
+FUSED = f"{TRAINED} + {HYBRID}"
 GENERAL = "stsb"
 MINUTES = 30
 
@@ -139,10 +140,11 @@ def record_all(chosen: Namespace, title: str, runs: list[Adapted]) -> None:
     }
     for variant, score_Q in score_of.items():
         record(chosen, f"E24 nDCG@10 on {title}, {variant}", float(score_Q.mean()), "score", "none")
-        if variant != START:
-            gain = paired_bootstrap(score_Q, score_of[START])
-            interval = Ratio(gain.mean, gain.low, gain.high, float("nan"))
-            record(chosen, f"E24 gain on {title}, {variant}", interval, "nDCG@10", "none")
+        for base, over in ((START, ""), (HYBRID, " over hybrid")):
+            if variant == FUSED or (base == START != variant):
+                gain = paired_bootstrap(score_Q, score_of[base])
+                interval = Ratio(gain.mean, gain.low, gain.high, float("nan"))
+                record(chosen, f"E24 gain{over} on {title}, {variant}", interval, "nDCG@10", "none")
     for variant in runs[0].changes:
         of_runs = [run.changes[variant] for run in runs if variant in run.changes]
         low, high = min(each["low"] for each in of_runs), max(each["high"] for each in of_runs)

