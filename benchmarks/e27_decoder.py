@@ -43,7 +43,12 @@ UNTRAINED = {
 # The learning rate that validation chose.
 FAST = ", learning rate 0.002"
 # Variants of which all seeds run; the others of `MORE` run with one.
-THREE_SEEDS = ("causal, latent", "one stage", "two stages", *(f"{name}{FAST}" for name in MAIN))
+_STAGES = ("one stage", "two stages")
+THREE_SEEDS = (
+    "causal, latent",
+    *_STAGES,
+    *(f"{name}{FAST}" for name in (*MAIN, *_STAGES, "two stages, in-batch negatives in both")),
+)
 MORE = {
     "causal, latent": replace(CAUSAL, pooling="latent"),
     "one stage": replace(MAIN[WHOLE], negatives=True),
