@@ -8,6 +8,7 @@ import pytest
 
 from embeddings.common import progress
 from embeddings.common.progress import progress_bar, reported, stop_reporting, tracked
+from tests.helpers.waiting import wait_for
 
 
 @pytest.fixture
@@ -129,26 +130,35 @@ def test_an_item_that_fails_is_not_counted(clock):
         assert type(other) is type(bar)
 
 
-def test_work_without_progress_and_without_a_bar_prints_lines(capsys, monkeypatch):
+@pytest.fixture
+def prints(capsys):
+    """Waits until so many matches of a pattern have been printed."""
+    printed = [""]
+
+    def count(pattern):
+        printed[0] += capsys.readouterr().err
+        return len(re.findall(pattern, printed[0], re.MULTILINE))
+
+    return lambda pattern, number: wait_for(lambda: count(pattern) >= number, f"{number} lines like {pattern}")
+
+
+def test_work_without_progress_and_without_a_bar_prints_lines(capsys, prints, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.4)
     with reported("cluster"):
-        time.sleep(1.0)
+        prints(r"^cluster: running for 0:00:0[1-9]$", 1)
         with progress_bar(2, "work", "row", delay=0.01) as bar:
             bar.update()
-            time.sleep(1.0)
-    lines = capsys.readouterr().err.splitlines()
-    assert sum(line == "cluster: running for 0:00:01" for line in lines) >= 1
-    assert sum(line.startswith("work:") and "1/2" in line for line in lines) >= 2
+            prints(r"^work:.* 1/2 ", 2)
     with reported("fit"):
         stop_reporting()
+        capsys.readouterr()
         time.sleep(0.6)
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_bar_is_drawn_again_while_nothing_moves_it(capsys, monkeypatch):
+def test_a_terminal_bar_is_drawn_again_while_nothing_moves_it(prints, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.4)
     monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0.1)
     with progress_bar(2, "work", "row", delay=0.01):
-        time.sleep(1.0)
-        assert capsys.readouterr().err.count("\rwork:") >= 2
+        prints("\rwork:", 2)
