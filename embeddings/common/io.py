@@ -24,7 +24,6 @@ from filelock import FileLock, Timeout
 
 from embeddings import __version__
 from embeddings.common.errors import InputError, program, shown
-from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 
 _MAKE_AGAIN = "make the output again"
@@ -237,7 +236,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
     check_regular(path)
-    return _digest(path, hashlib.sha256)
+    return _hex_digest(path, hashlib.sha256)
 
 
 def file_hash(path: str | os.PathLike[str]) -> str:
@@ -252,40 +251,21 @@ def _identity(path: str | os.PathLike[str]) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _file_hash(path: str, *_identity: int) -> str:
-    return _digest(path, xxhash.xxh3_128)
+    return _hex_digest(path, xxhash.xxh3_128)
 
 
-# A smaller file is hashed in less than some seconds, and without a bar.
-_LARGE_BYTES = 1 << 28
-_CHUNK_BYTES = 1 << 20
-# Hashing a file is much faster than the other work with it.
-_HASH_SHARE = 0.05
-
-
-def _digest(path: str | os.PathLike[str], algorithm: Callable[[], Any]) -> str:
-    digest, chunk, size = algorithm(), memoryview(bytearray(_CHUNK_BYTES)), os.stat(path).st_size
-    title = f"checking {Path(path).name}"
-    options = {"unit_scale": True, "share": _HASH_SHARE, "disable": size < _LARGE_BYTES}
-    with open(path, "rb", buffering=0) as file, progress_bar(size, title, "B", **options) as bar:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-            bar.update(count)
-    return str(digest.hexdigest())
+def _hex_digest(path: str | os.PathLike[str], algorithm: Callable[[], Any]) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def folder_hashes(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, str]:
     """The hash of each file in a folder, by its path in it; `**/*` includes subfolders, and hidden files are not."""
-    sizes = {}
+    hashes = {}
     for path in sorted(Path(folder).glob(pattern)):
         name = path.relative_to(folder)
         if path.is_file() and name != Path(MANIFEST) and not any(part.startswith(".") for part in name.parts):
-            sizes[name] = path.stat().st_size
-    total, hashes = sum(sizes.values()), {}
-    options = {"unit_scale": True, "share": _HASH_SHARE, "disable": total < _LARGE_BYTES}
-    with progress_bar(total, f"checking {Path(folder).name}", "B", **options) as bar:
-        for name, size in sizes.items():
-            hashes[name.as_posix()] = file_hash(Path(folder) / name)
-            bar.update(size)
+            hashes[name.as_posix()] = file_hash(path)
     return hashes
 
 
