@@ -37,10 +37,6 @@ RECIPES = f"{FOLDER}/recipes.csv"
 # A value of `--config` that names a file; anything else is the config's text.
 _FILE_NAME = re.compile(r"[^{\n]+")
 
-# `{rank:4}`, a key without a value for YAML: in a word of the command line, and in the JSON of a config.
-_NO_SPACE = re.compile(r"""\{(?:[^{}\[\]]*,)?\s*([\w.]+):([^\s{}\[\],'"]+)\s*[,}]""")
-_NO_VALUE = re.compile(r'"([\w.]+):([^\s"\\]+)": null')
-
 # A config as written: its path, or its text, and its content.
 Config = tuple[str, dict[str, Any]]
 
@@ -187,21 +183,14 @@ def parse_yaml(text: str, where: str) -> Any:
     """The content of a YAML text, read as by the parser: `1e-5` is a number, and a date is text."""
     try:
         content = get_loader("yaml")(text)
-        found = _NO_VALUE.search(json.dumps(content, ensure_ascii=False))
+        json.dumps(content)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(where, f"not a YAML file: {error.problem}{line}", "correct the line") from error
     except (yaml.YAMLError, KeyError, RecursionError, TypeError, ValueError) as error:
         # A value that JSON does not have, an alias that contains itself, or a number of too many digits.
         raise InputError(where, f"not a YAML file: {one_line(str(error), 200)}", "correct the line") from error
-    refuse_colon(found, where)
     return content
-
-
-def refuse_colon(found: re.Match[str] | None, where: str) -> None:
-    if found is not None:
-        name, value = found.groups()
-        raise InputError(where, f"{{{name}:{value}}} has no space after the colon", f"write {{{name}: {value}}}")
 
 
 CONFIG_HELP = "a YAML file of these options; several are merged from left to right"
@@ -260,10 +249,6 @@ class OneLineParser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         self.words = list(args or [])
-        for previous, word in zip(["", *self.words], self.words, strict=False):
-            name, _, value = word.partition("=") if word.startswith("--") else (previous, "", word)
-            if name.startswith("--") and value.startswith(("{", "[")):
-                refuse_colon(_NO_SPACE.search(value), name)
         return super().parse_args(args, *rest, **kwargs)
 
     def add_config(self, path: str, content: dict[str, Any]) -> None:

@@ -47,7 +47,6 @@ def test_yaml_is_read_with_numbers_in_scientific_notation_and_dates_as_text():
         ("a: !!bool x\n", "not a YAML file: 'x'"),
         ("a: !!binary aGVsbG8=\n", "not a YAML file: "),
         ("a: " + "9" * 5000, "Exceeds the limit"),
-        ("a: [{rank:4}]\n", "{rank:4} has no space after the colon; write {rank: 4}"),
     ],
 )
 def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):

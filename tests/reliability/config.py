@@ -34,9 +34,6 @@ EXPORT = "embeddings.callbacks.ExportModel"
 LOSS, OPTIMIZER = "model.init_args.loss.init_args", "model.init_args.optimizer.init_args"
 DATA, SCHEDULE = "data.init_args", "model.init_args.schedule"
 CASES = {
-    f"{FIT} --model.lora {{rank:4}}": {
-        "no space after a colon on the command line": (run(), "--model.lora: {rank:4} has no space after the colon"),
-    },
     FIT: {
         "an unknown section": (at("", trainr={"max_steps": 3}), "'trainr.max_steps' is not accepted; did you mean"),
         "an unknown option over an empty mapping": (at("trainer", max_stepz={}), "did you mean trainer.max_steps?"),
@@ -52,10 +49,6 @@ CASES = {
         ),
         "a negative clipping norm": (at("trainer", gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
         "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
-        "no space after a colon": (
-            put("config.yaml", "model:\n  init_args: {lora: {rank:4}}\n"),
-            "config.yaml: {rank:4} has no space after the colon; write {rank: 4}",
-        ),
         "DeepSpeed on a CPU": (at("trainer", strategy="deepspeed"), "trainer.strategy needs CUDA GPUs, got "),
         "float16 on a CPU": (at("trainer", precision="16-true"), "trainer.precision must not be float16 on a CPU"),
         "a duration that is no time": (
