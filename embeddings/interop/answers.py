@@ -2,10 +2,9 @@
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 from urllib.error import HTTPError, URLError
@@ -32,7 +31,6 @@ Ask = Callable[[Sequence[str], TextRole], Vectors]
 Api = Literal["openai", "tei"]
 Library = Literal["ours", "sentence-transformers", "onnx", "onnx-int8"]
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-_MAX_BYTES = 2**27
 # How servers refuse one text, such as one that is too long.
 _REFUSALS = (400, 413, 422)
 _CHECK = "check --url, --api and --name"
@@ -111,12 +109,11 @@ class Server:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         request = Request(self.address, json.dumps(body).encode(), headers)
-        deadline = time.monotonic() + self.timeout_seconds
         try:
             with build_opener(_NoRedirects).open(request, timeout=self.timeout_seconds) as answer:
-                content = _read(answer, deadline)
+                content = answer.read()
         except HTTPError as error:
-            problem = _problem(error, deadline)
+            problem = _problem(error)
             problem = problem.replace(key, "(the key)") if key else problem
             kind = RefusedError if error.code in _REFUSALS else InputError
             raise kind(self.address, f"answers with {error.code}{problem}", _CHECK) from None
@@ -168,27 +165,12 @@ def checked(vector_ND: Vectors, where: str) -> Vectors:
     return vector_ND
 
 
-def _read(answer: HTTPResponse, deadline: float) -> bytes:
-    """The body of an answer, in parts: the socket's time limit is for each part only."""
-    parts, size = list[bytes](), 0
-    while part := answer.read1(1 << 20):
-        size += len(part)
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        if size > _MAX_BYTES:
-            raise ValueError(f"an answer of more than {_MAX_BYTES:,} bytes")
-        parts.append(part)
-    if answer.length:  # the connection has ended early
-        raise ValueError("an answer that is cut off")
-    return b"".join(parts)
-
-
-def _problem(error: HTTPError, deadline: float) -> str:
+def _problem(error: HTTPError) -> str:
     """The reason that an error's body states, as `: REASON`; empty if there is none."""
     if 300 <= error.code < 400:
         return f", a redirect to {one_line(str(error.headers.get('Location')), 100)}; give that address"
     try:
-        content = json.loads(error.fp.read(4096) if time.monotonic() < deadline else b"")
+        content = json.loads(error.fp.read(4096))
     except (OSError, HTTPException, ValueError, RecursionError, AttributeError):
         return f" ({one_line(str(error.reason), 60)})"
     for key in ("error", "message", "detail"):

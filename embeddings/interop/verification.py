@@ -50,25 +50,6 @@ _LIKELIEST = 3
 _PLAIN_POOLINGS = ("mean", "cls", "last_token", "weighted_mean")
 _COMMON_PROMPTS = ("query: ", "passage: ", "search_query: ", "search_document: ")
 _LIMITS = (8, 16, 32, 64, 100, 126, 127, 128, 254, 255, 256, 384, 510, 511, 512, 514, 768)
-# The first setting that has changed is the cause that is named.
-_CAUSES = {
-    "width": "another width",
-    "head": "the linear head",
-    "norm": "the layer norm",
-    "pooling": "pooling",
-    "pool_prompt": "pooling of the prompt",
-    "pooling_rule": "pooling of the prompt",
-    "pool_start": "pooling of the start token",
-    "prompts": "prompt",
-    "append_eos": "EOS",
-    "suffix": "EOS",
-    "eos_token": "EOS",
-    "causal": "causal mask",
-    "query_max_length": "truncation",
-    "document_max_length": "truncation",
-    "normalize": "normalisation",
-    "tokenizer_xxh3_128": "another tokenizer",
-}
 Cosines = npt.NDArray[np.float64]
 Compute = Callable[[Sequence[str]], Vectors]
 
@@ -195,9 +176,10 @@ class _Search:
     def _changed(self) -> str | None:
         """What has changed in the directory or in the libraries since the golden vectors were computed."""
         now, before = settings_of(self.encoder, self.folder), self.golden.settings
-        for name, cause in _CAUSES.items():
-            if now.get(name) != before.get(name):
-                return f"{cause}: {name} was {shown(before.get(name))} in golden.json and is {shown(now.get(name))}"
+        for name in {**now, **before}:
+            # The similarity changes scores, not vectors.
+            if name != "similarity" and now.get(name) != before.get(name):
+                return f"{name} was {shown(before.get(name))} in golden.json and is {shown(now.get(name))}"
         if folder_checksum(self.folder) != self.golden.weights:
             return "another model: the directory's weights are not those of golden.json"
         for role in ROLES:

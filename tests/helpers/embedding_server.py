@@ -14,14 +14,13 @@ import numpy as np
 
 @dataclass
 class Answer:
-    """The server's reply; `body` replaces the vectors. It waits `seconds` before, and between tenths of the body."""
+    """The server's reply after `seconds`; `body` replaces the vectors."""
 
     vectors: Any = None
     status: int = 200
     body: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-    trickle_seconds: float = 0.0
     missing_bytes: int = 0
     hangs_up: bool = False
 
@@ -67,11 +66,8 @@ class EmbeddingServer:
             handler.send_header(name, value)
         handler.send_header("Content-Length", str(len(body) + answer.missing_bytes))
         handler.end_headers()
-        step = -(-len(body) // 10) if answer.trickle_seconds else len(body)
-        for start in range(0, len(body), max(1, step)):
-            handler.wfile.write(body[start : start + step])
-            handler.wfile.flush()
-            time.sleep(answer.trickle_seconds)
+        handler.wfile.write(body)
+        handler.wfile.flush()
         handler.close_connection = True
 
 
