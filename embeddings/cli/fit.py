@@ -9,7 +9,7 @@ import shutil
 import sys
 import warnings
 import weakref
-from argparse import SUPPRESS, HelpFormatter
+from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,11 +69,6 @@ MAX_DEVICES_PER_CPU = 8
 SOURCES_HELP = "--data.sources.help"
 # The options that list sources.
 _SOURCES = re.compile(r"--data(\.init_args)?\.(validation_)?sources\+?")
-# Classes in the help's lists of subclasses that only other classes extend.
-_BASES = re.compile(
-    r"(lightning\.(LightningModule|LightningDataModule|Callback)|embeddings\.modules\.(base\.Base|Contrastive)Module"
-    r"|lightning\.pytorch\.loggers\.logger\.DummyLogger|embeddings\.callbacks\.run_record\.Run\w+),\s+"
-)
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 # The folder of models that a run on part of the data exports, and the options that make such a run.
@@ -101,10 +96,6 @@ class FitParser(OneLineParser, LightningArgumentParser):
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         words = lists_emptied(sources_named(self.normalised(args or [])))
         return super().parse_args(words, *rest, **kwargs)
-
-    def format_help(self, formatter: HelpFormatter | None = None) -> str:
-        """The help, without the base classes that no config can name."""
-        return re.sub(_BASES, "", super().format_help(formatter))
 
     def add_config(self, path: str, content: dict[str, Any]) -> None:
         super().add_config(path, content)

@@ -17,7 +17,6 @@ from embeddings.cli.parser import CONFIGS, OneLineParser
 from embeddings.common.class_paths import restricted_imports
 from embeddings.common.errors import program
 from embeddings.common.process import (
-    check_variables,
     handle_preemption,
     ignore_stop_signals,
     is_first_process,
@@ -165,7 +164,6 @@ def dispatch(argv: list[str]) -> None:
         got = f"got {argv[1]!r}" if argv[1:] else "got nothing"
         raise ConfigError(f"{name}: the next word must be {' or '.join(subcommands)}, {got}; {name} --help lists them")
     elif name in TRAINER_COMMANDS:
-        check_variables()
         with handle_preemption():
             if name == "plan" and is_first_process():
                 print("reading the configs", file=sys.stderr)

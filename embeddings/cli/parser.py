@@ -5,7 +5,6 @@ import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from keyword import iskeyword
@@ -383,10 +382,7 @@ def with_hint(line: str) -> str:
         return f"{one_line(line, 220)}; --help describes each option"
     if "; " in line:
         return line
-    unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
-    matches = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
-    guess = f"did you mean {matches[0]}? " if matches else ""
-    return f"{one_line(line, 220).rstrip('.')}; {guess}--help lists the options"
+    return f"{one_line(line, 220).rstrip('.')}; --help lists the options"
 
 
 def reason(message: str) -> str:

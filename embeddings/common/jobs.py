@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -384,10 +383,12 @@ def _serve(item: Any) -> Any:
         return _worker[1](item)
     except SystemExit as error:
         os._exit(int(error.code or 0))  # the executor would go on
-    except (UserError, NumericError, OSError) as error:
-        if _survives_pickling(error):
-            raise
-        raise WorkerError(f"a worker process raised {type(error).__name__}: {error}") from None
+    except (UserError, NumericError):
+        raise
+    except OSError as error:
+        # A library's own class may not survive pickling; these arguments also choose Python's class.
+        arguments = (str(error),) if error.errno is None else (error.errno, error.strerror, error.filename)
+        raise OSError(*arguments) from None
     except Exception:
         raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None
 
@@ -396,11 +397,3 @@ def _exit(number: int, frame: FrameType | None) -> None:
     """End the process with its clean-up of partial files; a second signal must not interrupt the clean-up."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
-
-
-def _survives_pickling(error: Exception) -> bool:
-    """Whether an error survives pickling; errors with other constructor arguments may not."""
-    try:
-        return str(pickle.loads(pickle.dumps(error))) == str(error)
-    except Exception:
-        return False

@@ -18,19 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from embeddings.common.errors import PreemptedError, UserError
+from embeddings.common.errors import PreemptedError
 
 if TYPE_CHECKING:
     import torch
 
 
 TIMEOUT_SECONDS = 60
-# Set by SLURM, torchrun or a user.
-_NUMBERS = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID"),
-)
 
 
 def job_id() -> str | None:
@@ -38,13 +32,6 @@ def job_id() -> str | None:
     if "SLURM_ARRAY_JOB_ID" in os.environ and "SLURM_ARRAY_TASK_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID")
-
-
-def check_variables() -> None:
-    """Refuse a variable about this run's processes that is not an integer; Lightning reads them too."""
-    for name, value in os.environ.items():
-        if name in _NUMBERS and not (value.isascii() and value.isdecimal()):
-            raise UserError(f"{name} must be an integer >= 0 in the environment, got {value!r}; set or unset it")
 
 
 def is_first_process() -> bool:

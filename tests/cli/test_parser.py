@@ -21,7 +21,6 @@ OF_SOURCE = "Problem with given class_path 'embeddings.data.SourceConfig':\n  Op
         # A class outside the allow-list is not imported for its arguments.
         (OF_SOURCE.replace("embeddings.data", "foreign"), "Option 'colums' is not accepted by SourceConfig; --help"),
         ("expected one argument", "expected one argument"),
-        ("module 'embeddings.common' has no attribute 'UserEror'", "'UserEror'; did you mean UserError? --help lists"),
         ("Import path x.Y does not correspond to a subclass of Z.", "a subclass of Z; --help lists the options"),
         ("temperature must be > 0, got 0; try 0.05", "got 0; try 0.05"),
     ],

@@ -310,7 +310,7 @@ def test_each_item_is_processed_once_and_read_when_a_process_is_free(tmp_path):
         (-1, InputError, "^corpus.jsonl:7: the vector is zero; check its text$"),
         (-2, RuntimeError, r'(?s)^a worker process failed:\nTraceback.* in _work\n.*"out of memory".*'),
         (-3, WorkerError, r"^a worker process was ended by a signal \(SIGKILL\); finished results are kept$"),
-        (-4, WorkerError, "^a worker process raised Refused: the store is closed$"),
+        (-4, OSError, "^the store is closed$"),
     ],
 )
 def test_a_failed_process_ends_the_work_with_its_error(bad, kind, says, tmp_path):
