@@ -29,19 +29,13 @@ from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import run_steps
 from embeddings.data.store import borrowed_cache
-from embeddings.inference.search import num_candidates
-from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.mining.clusters import CLUSTER_SIZE
-from embeddings.mining.negatives import NegativeRules
-from embeddings.mining.search import MEMORY_GIB, search_sizes
-from embeddings.mining.torch_kmeans import CENTROID_BYTES
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.stand_in import architecture, write_structure
-from embeddings.modules.base import BaseModule, ContrastiveModule
+from embeddings.modules.base import BaseModule
 from embeddings.training.plan import Setting, StepCost, StrategyName, Texts, plan_step, without_data
 
-GIB, GB = 2**30, 1e9
+GB = 1e9
 # Bandwidth of an H100: 450 GB/s by NVLink to the GPUs of its node, and 400 Gb/s by its network card to other nodes.
 GPUS_PER_NODE, NVLINK_GB, NETWORK_GB = 8, 450.0, 50.0
 # The architecture that `fit --check` assumes for a model that is not on this machine and whose architecture is unknown.
@@ -51,8 +45,8 @@ USABLE_FRACTION = 0.9
 # Fractions of a large matrix product's rate that a training step reaches on a CPU. Measured with SmolLM2-135M and LoRA,
 # and with MiniLM: 0.39 to 0.50 in float32 and 0.16 to 0.18 in bfloat16. Other programs may take some of the CPU.
 CPU_SHARES = (0.1, 0.5)
-# Sizes of the timed products; a larger one is timed if the product took less than these seconds.
-_FIRST_SIZE, _LAST_SIZE, _LONG_ENOUGH_SECONDS = 256, 2048, 0.02
+# Size of the timed products, each of 2 GFLOP.
+_PRODUCT_SIZE = 1024
 # Bytes per token on disk: exact for packed rows, approximate for English text.
 BYTES_PER_TOKEN = 4
 OPTIONS: dict[str, tuple[type, Any, str]] = {
@@ -198,18 +192,13 @@ def this_cpu(setting: Setting, shares: tuple[float, ...]) -> Hardware:
 
 
 def product_rate(dtype: torch.dtype) -> float:
-    """Operations per second of a matrix product on this CPU, timed in less than a second on most."""
-    size = _FIRST_SIZE
-    while True:
-        matrix, seconds = torch.ones(size, size, dtype=dtype), []
-        for _ in range(3):
-            start = time.perf_counter()
-            torch.mm(matrix, matrix)
-            seconds.append(time.perf_counter() - start)
-        median = sorted(seconds)[1]
-        if median > _LONG_ENOUGH_SECONDS or size == _LAST_SIZE:
-            return 2 * size**3 / median
-        size *= 2
+    """Operations per second of a matrix product on this CPU: the median of three."""
+    matrix, seconds = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype), []
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(time.perf_counter() - start)
+    return 2 * _PRODUCT_SIZE**3 / sorted(seconds)[1]
 
 
 def gradcache_options(run: Any) -> Any:
@@ -313,8 +302,6 @@ def lines(
         rows += [["share of the peak", how], ["limits the step", bottleneck]]
         times = [max(seconds, sending)]
     rows += run_rows(module, texts, run, setting, options, times, cost)
-    if options["pairs"] is not None and isinstance(module, ContrastiveModule) and hardware.kind == "GPU":
-        rows += search_rows(int(options["pairs"]), module.embedder.embedding_dim)
     table = format_table(rows, align="<<")
     if total <= USABLE_FRACTION * memory_gb:
         return [table]
@@ -365,20 +352,6 @@ def run_rows(
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     rows.append(["disk: the model directory, GB", _amount(size / GB)])
     return rows
-
-
-def search_rows(num_pairs: int, width: int) -> list[list[str]]:
-    """Table rows about mining and clustering all pairs on a GPU, with a teacher of this width and default settings."""
-    kept = min(num_candidates(NegativeRules.last_rank + 1), num_pairs)
-    sizes = search_sizes(num_pairs, width, 4, kept, SHARD_SIZE, MEMORY_GIB)
-    vectors = f"{_amount(4 * num_pairs * width / GB)} GB of vectors"
-    how = "fit on the GPU" if sizes.is_resident else "are streamed through the GPU"
-    clusters = -(-num_pairs // CLUSTER_SIZE)
-    held = (
-        f"{_amount(CENTROID_BYTES * clusters * width / GIB)} for {clusters:,} centroids; {vectors} are in main memory"
-    )
-    mined = f"{_amount(sizes.num_bytes / GIB)} of {MEMORY_GIB:g}; {vectors} {how}"
-    return [["mine --gpu, GiB", mined], ["cluster --gpu, GiB", held]]
 
 
 def _amount(value: float) -> str:

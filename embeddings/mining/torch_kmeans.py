@@ -15,8 +15,6 @@ Floats = NDArray[np.float32]
 # Sums and sizes of the clusters → their unit means, (k, d).
 Means = Callable[[Floats, NDArray[np.int64]], Floats]
 
-# Memory of a centroid, for each of its values: in two dtypes, its cluster's sum, and that of one chunk.
-CENTROID_BYTES = 14
 # Vectors that are on the device at once if not all fit, centroids in one product, and scores in memory.
 _CHUNK_ROWS, _TILE_CENTROIDS, _TILE_SCORES = 1 << 18, 1 << 16, 1 << 28
 # Share of the free memory of a GPU for vectors that stay there; the rest is for a chunk, its sorted copy and scores.

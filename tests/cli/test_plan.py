@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,29 +79,8 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     epochs = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3", "--pairs=100")
     assert epochs["steps"] == "36 (3 x 100 pairs)"
     unknown = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3")
-    assert "mine --gpu, GiB" not in unknown
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
-
-
-def test_the_memory_of_a_search_on_a_gpu_is_that_of_the_search_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """100M vectors of width 32 are 12.8 GB, less than three quarters of 16 GiB; ten times as many are streamed."""
-    config, sizes = ["--config", small(tmp_path)], []
-    for pairs, vectors, clusters, how in (
-        (10**8, "12.80", "0.081 for 195,313", "fit on the GPU"),
-        (10**9, "128.00", "0.81 for 1,953,125", "are streamed through the GPU"),
-    ):
-        table = planned(capsys, *config, f"--pairs={pairs}")
-        found = re.fullmatch(r"([\d.]+) of 16; ([\d.]+) GB of vectors (.*)", table["mine --gpu, GiB"])
-        assert found is not None
-        assert found.groups()[1:] == (vectors, how)
-        sizes.append(float(found[1]))
-        memory = table["cluster --gpu, GiB"]
-        assert memory == f"{clusters} centroids; {vectors} GB of vectors are in main memory"
-    assert 12.8e9 / 2**30 < sizes[0] <= 16
-    assert sizes[1] < 4
 
 
 @pytest.mark.parametrize(
@@ -158,13 +136,6 @@ def test_plan_warns_if_a_run_does_not_fit_into_the_free_memory_of_the_machine(
     warning = next(value for name, value in table.items() if name.startswith("warning"))
     assert "do not fit: 90% of 0.001 GB are usable" in warning
     assert warning.endswith("kept_gib, or close other programs")
-
-
-def test_the_rate_of_products_is_that_of_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.0, 9.0, 10.0, 10.001, 11.0, 11.002, 20.0, 29.0, 30.0, 30.03, 40.0, 40.05])
-    monkeypatch.setattr(plan_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    # At size 256 the median is 2 ms, too short; at 512 it is 50 ms.
-    assert plan_module.product_rate(torch.float32) == pytest.approx(2 * 512**3 / 0.05)
 
 
 def test_the_first_line_of_plan_comes_before_its_imports(
