@@ -16,12 +16,9 @@ from embeddings.common.process import answer
     ("words", "says"),
     [
         (["encode", "--model", "m"], "finished files and shards are kept, and the same command continues after them"),
-        (["compress"], "the same command continues after them"),
         (["evaluate", "--tasks", "STS12"], "the same command continues after them"),
         (["evaluate", "--data", "folder"], "the same command starts again from the beginning"),
         (["prepare", "docstrings"], "the same command starts again from the beginning"),
-        (["prepare", "cde"], "the same command continues after them"),
-        (["show", "curves"], "the same command starts again from the beginning"),
     ],
 )
 def test_after_ctrl_c_the_line_says_whether_the_same_command_continues(words, says, monkeypatch, capsys):
@@ -40,7 +37,6 @@ def test_after_ctrl_c_the_line_says_whether_the_same_command_continues(words, sa
     [
         (["fit"], "SIGINT: stopped after step 3; resume with --ckpt_path a/last.ckpt"),
         (["quickstart"], "SIGINT: stopped after step 3; the same command continues there"),
-        (["adapt", "docs"], "SIGINT: stopped after step 3; the same command continues there"),
     ],
 )
 def test_a_command_that_finds_its_checkpoint_names_no_option(words, says, monkeypatch, capsys):
@@ -110,12 +106,10 @@ def test_other_base_exceptions_are_not_caught():
     [
         (">/dev/full", "print('é')", (74, "error: standard output: No space left on device; free disk space or ")),
         (">/dev/full", "print('é', flush=True)", (74, "error: standard output: No space left on device; free disk ")),
-        (">/dev/full", "sys.exit(print('é'))", (74, "error: standard output: No space left on device; free disk ")),
         (">/dev/full 2>&1", "print('é')", (74, "")),
         (">/dev/full 2>&1", "int('x')", (1, "")),
         ("| true", "print('é' * 10**6)", (141, "")),
         ("| true", "[print('é', flush=True) for _ in range(10**6)]", (141, "")),
-        ("| sleep 0.5", "__import__('time').sleep(1) or print('é')", (141, "")),
         ("| cat >&2", "print('é')", (0, "\\xe9")),
     ],
 )
@@ -129,9 +123,7 @@ def test_ascii_full_and_closed_standard_output_end_without_a_traceback(redirecti
     assert ended.stderr.count("\n") == bool(ending[1])
 
 
-@pytest.mark.parametrize(
-    "words", ["--help", "--version", "show --help", pytest.param("encode --help", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("words", ["--help", pytest.param("encode --help", marks=pytest.mark.slow)])
 def test_the_help_ends_quietly_if_nobody_reads_it(words):
     script = f"set -o pipefail; {sys.executable} -m embeddings {words} | sleep 0"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True)

@@ -79,13 +79,11 @@ def calls(monkeypatch):
     [
         ("paint red --coats 3", ("red", 3, False, Drying(coats=3))),
         ("paint red --dry --no-is-warm", ("red", 1, True, Drying(coats=1, is_warm=False))),
-        ("paint --dry true red --is_warm=false", ("red", 1, True, Drying(coats=1, is_warm=False))),
-        ("paint --dry false red --hours null", ("red", 1, False, Drying(hours=None, coats=1))),
+        ("paint --dry true red --is_warm=false --hours null", ("red", 1, True, Drying(None, 1, is_warm=False))),
         ("paint --dry red --config paint.yaml --coats 5", ("red", 5, True, Drying(hours=4.0, coats=5))),
         ("mix red 12 --parts -1", (["red", "12"], -1)),
         ("mix --parts=[-1,-2] null", (["null"], [-1, -2])),
         ("mix some --parts 2", ([], 2)),
-        ("mix some --parts 3 red blue", (["red", "blue"], 3)),
         ("spill", None),
         ("spill null", "null"),
     ],
@@ -118,12 +116,11 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
         ("red blue", "unrecognized arguments: blue"),
         ("red --config null.yaml", "coats: expected int, got null"),
         ("red --config none.yaml", "--config none.yaml: no such file"),
-        ("red --config other.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
         ("red --config empty.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_function_runs(line, says, calls, tmp_path):
-    texts = {"other": "coat: 2\n", "empty": "coat: {}\n", "null": "coats: null\n"}
+    texts = {"empty": "coat: {}\n", "null": "coats: null\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises((ConfigError, ValueError)) as caught:
@@ -141,15 +138,10 @@ def test_wrong_arguments_are_refused_before_the_function_runs(line, says, calls,
         (["show", "--help"], 0, "\n  show anchor-tokens "),
         (["prepare", "--help"], 0, "[--from FROM]"),
         (["train", "--config", "a.yaml"], 2, "there is no command 'train'; did you mean fit? --help lists all"),
-        (["predict", "--config", "a.yaml"], 2, "there is no command 'predict'; did you mean encode? --help lists all"),
-        (["search", "--modle", "x", "words"], 2, "modle"),
-        (["prepare", "nothing"], 2, "docstrings"),
         (["show"], 2, "or routing or contextual-shift or clusters, got nothing"),
         (["show", "curve", "--run", "."], 2, "got 'curve'; show --help lists them"),
-        (["fit", "--config", "no/such.yaml"], 2, "no/such.yaml: no such file"),
         (["fit", "--trainer.max_stepz", "3"], 2, "did you mean --trainer.max_steps?"),
         (["fit", "--recipe"], 2, "there is no recipe ''"),
-        (["search", "\udce9"], 2, "is not valid UTF-8"),
     ],
 )
 def test_a_command_prints_help_or_a_one_line_error(argv, code, says, capsys, tmp_path):
@@ -187,7 +179,7 @@ def end_by(code: int) -> None:
         print("unloading the libraries", flush=True)
 
 
-@pytest.mark.parametrize(("code", "is_unloaded"), [(0, True), (2, True), (130, False)])
+@pytest.mark.parametrize(("code", "is_unloaded"), [(2, True), (130, False)])
 def test_an_interrupted_command_ends_without_unloading_its_libraries(code, is_unloaded):
     with processes.Command([code], function=end_by, stdout=subprocess.PIPE, text=True) as process:
         output, _ = process.communicate()

@@ -60,9 +60,9 @@ def test_an_index_returns_the_hits_of_exact_search(world, capsys):
     assert 2 <= len(few) < 16
 
 
-@pytest.mark.parametrize("place", [1, 2], ids=["file", "folder"])
-def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, capsys, monkeypatch):
-    model, search = world[0], ["search", "--model", world[0], "--corpus", world[place], *FLOAT32, "--top_k", "2"]
+def test_queries_are_read_line_by_line_with_one_model_in_memory(world, capsys, monkeypatch):
+    model, _, vectors = world
+    search = ["search", "--model", model, "--corpus", vectors, *FLOAT32, "--top_k", "2"]
     expected = [lines_of(capsys, *search, query) for query in ("fox", "lazy dog")]
     loaded, load = [], Encoder.from_pretrained.__func__
 
@@ -87,18 +87,6 @@ def test_a_terminal_shows_a_prompt_and_invalid_utf8_is_refused(world, capsys, mo
     assert "standard input: is not valid UTF-8" in error_of(capsys, *line, "--interactive")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--index", "ivf", "fox"], "index needs an encoded folder, got 'ivf'"),
-        (["--index", "hnsw", "fox"], "index"),
-    ],
-)
-def test_an_impossible_search_is_reported_in_one_line(options, says, world, capsys):
-    model, corpus, _ = world
-    assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
-
-
 class Typed(io.TextIOWrapper):
     """Standard input; a terminal if `is_terminal` is set."""
 
@@ -114,9 +102,7 @@ ENCODE = ["encode", "--model", "MODEL", "--input", "good.jsonl", "--output", "ou
 
 
 @pytest.mark.parametrize(("vector_format", "num_bytes"), [("float16", 64), ("int8", 36), ("binary", 4)])
-def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
-    vector_format, num_bytes, model, tmp_path, capsys, monkeypatch
-):
+def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(vector_format, num_bytes, model, tmp_path, capsys):
     corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
     encode = ["encode", "--model", model, "--input", corpus, "--output", vectors, "--precision", "float32"]
     assert main([*encode, "--vector-format", vector_format]) == 0
@@ -124,11 +110,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["vector_format"] == vector_format
     search = ["search", "--model", model, "--corpus", vectors, "--precision", "float32", "--top_k", "8"]
     assert main([*search, "fox"]) == 0
-    found = capsys.readouterr().out
-    assert len(found.splitlines()) == 16
-    monkeypatch.setattr("sys.stdin", Typed("fox\n"))
-    assert main([*search, "--interactive"]) == 0
-    assert capsys.readouterr().out.startswith(found)
+    assert len(capsys.readouterr().out.splitlines()) == 16
     assert main([*encode]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"field 'vector_format' is '{vector_format}', expected 'float32'" in last
@@ -156,7 +138,7 @@ def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsy
     assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
 
 
-def test_scores_contain_their_widths_and_untrained_widths_are_warned_of(model, tmp_path, capsys, caplog):
+def test_scores_contain_their_widths_and_untrained_widths_are_warned_of(model, tmp_path, caplog):
     folder, output = write_retrieval_folder(tmp_path / "eval"), tmp_path / "scores.json"
     embedder = Embedder.from_pretrained(model)
     embedder.trained_widths = (32, 8)
@@ -179,13 +161,8 @@ def test_scores_contain_their_widths_and_untrained_widths_are_warned_of(model, t
     assert [metrics["ndcg_at_10"] for _, metrics in both] == [whole[0][1]["ndcg_at_10"], cut[0][1]["ndcg_at_10"]]
     scores(tmp_path / "trained", "--dimensions", "[8, 5]")
     assert "--dimensions 5: the model was trained at 32, 8; scores may be lower" in caplog.text
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     assert scores(model, "--dimensions", "5")[1] == {"[]"}
     assert "--dimensions 5: the model lists no trained widths" in caplog.text
-    caplog.clear()
-    assert main(["search", "--model", model, "--corpus", str(folder / "corpus.jsonl"), "--dimensions", "5", "fox"]) == 0
-    assert "--dimensions 5" in caplog.text
-    capsys.readouterr()
 
 
 @pytest.fixture(scope="module")
@@ -213,11 +190,11 @@ def test_encode_draws_a_context_and_search_reuses_it(contextual, tmp_path, capsy
     assert found[0] != found[3]
 
 
-def test_a_contextual_model_without_a_context_gets_a_warning(contextual, model, tmp_path, caplog, capsys):
+def test_a_contextual_model_without_a_context_gets_a_warning(contextual, model, tmp_path, caplog):
     folder = write_retrieval_folder(tmp_path / "eval")
-    corpus, vectors = str(folder / "corpus.jsonl"), str(tmp_path / "vectors")
+    corpus = str(folder / "corpus.jsonl")
     search = ["search", "--corpus", corpus, "fox", "--model"]
-    encode = ["encode", "--input", corpus, "--output", vectors, "--model"]
+    encode = ["encode", "--input", corpus, "--output", str(tmp_path / "vectors"), "--model"]
     evaluate = ["evaluate", "--data", str(folder), "--model"]
 
     def lines(*command):
@@ -226,14 +203,11 @@ def test_a_contextual_model_without_a_context_gets_a_warning(contextual, model, 
         return [line for line in caplog.messages if line.startswith("the model is contextual")]
 
     says = "the model is contextual; without %s it encodes texts without context"
-    for command, option in ((search, "--context"), (evaluate, "--context-size")):
+    for command, option in ((search, "--context"), (evaluate, "--context-size"), (encode, "--context")):
         assert lines(*command, contextual) == [says % option]
-        assert lines(*command, model) == []
+    assert lines(*search, model) == []
     assert lines(*search, contextual, "--context", corpus) == []
     assert lines(*evaluate, contextual, "--context-size", "2") == []
-    assert lines(*encode, contextual, "--context", corpus) == []
-    assert lines("search", "--corpus", vectors, "fox", "--model", contextual) == []
-    assert lines(*encode[:4], f"{vectors}-alone", "--model", contextual) == [says % "--context"]
 
 
 def test_scores_are_printed_and_written_and_each_folder_gives_its_context(contextual, tmp_path, capsys):
@@ -268,7 +242,10 @@ def test_a_bad_context_is_reported_in_one_line_with_exit_code_2(argv, says, cont
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
         (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
         ([*ENCODE, "--vector-format", "binary", "--dimensions", "20"], "a multiple of 8, these have 20, got 'binary'"),
-        ([*ENCODE, "--vector-format", "int4"], "vector_format"),
+        (
+            ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--index", "ivf", "x"],
+            "index needs an encoded folder",
+        ),
         ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
     ],
 )
@@ -345,9 +322,6 @@ def test_hybrid_search_is_the_same_for_a_file_a_folder_and_python(model, tmp_pat
     assert [line.split()[1] for line in dense] != [line.split()[1] for line in expected]
     whole = lines_of(capsys, *search, "--corpus", vectors, "--hybrid-weight", "0", query)[::2]
     assert [line.split()[1] for line in whole] == [line.split()[1] for line in dense]
-    for options in (["--fusion", "minmax"], ["--fusion", "rrf"], ["--language", "english"]):
-        file, folder = (lines_of(capsys, *search, "--corpus", place, *options, query) for place in (corpus, vectors))
-        assert file == folder
     lines_of(capsys, "index", "--vectors", vectors, "--num-lists", "2")
     found = lines_of(capsys, *search, "--corpus", vectors, "--index", "ivf", query)
     assert found == lines_of(capsys, *search, "--corpus", vectors, "--fusion", "minmax", query)
@@ -386,14 +360,12 @@ HYBRID_EVALUATE = ["evaluate", "--model", "no_model_here", "--hybrid"]
     [
         ([*HYBRID_SEARCH, "--hybrid", "--hybrid-weight", "1.5"], "hybrid_weight must be from 0 to 1, got 1.5"),
         ([*HYBRID_SEARCH, "--hybrid-weight", "0.5"], "hybrid_weight needs --hybrid, got 0.5"),
-        ([*HYBRID_SEARCH, "--fusion", "rrf"], "fusion needs --hybrid"),
         ([*HYBRID_SEARCH, "--hybrid", "--language", "klingon"], "language must be a language that PyStemmer stems"),
         ([*HYBRID_EVALUATE, "--tasks", "SciFact", "--output", "out"], "hybrid needs the folders of --data"),
         ([*HYBRID_EVALUATE, "--data", "good.jsonl", "--fusion", "rrf", "--hybrid-weight", "0"], "hybrid_weight has no"),
         (["evaluate", "--model", "MODEL", "--hybrid", "--data", "similarity"], "has sts data, not retrieval data"),
         (["index", "--vectors", "none", "--language", "german"], "language needs --hybrid"),
         (["index", "--vectors", "none", "--hybrid", "--seed", "1"], "seed has no effect on a BM25 index"),
-        (["index", "--vectors", "none", "--hybrid", "--language", "klingon"], "language must be a language"),
     ],
 )
 def test_an_impossible_hybrid_search_is_reported_in_one_line(argv, says, model, tmp_path, capsys):

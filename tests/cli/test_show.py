@@ -109,45 +109,26 @@ def test_each_option_changes_one_setting_of_the_models_pooling(models, drawing):
     assert weights[5][0] == 0 < weights[0][0]
 
 
-def test_a_prompt_is_shown_without_a_weight(models, drawing):
-    assert show("anchor-tokens", models, "mean", TEXT, "--role", "query") == 0
-    assert show("anchor-tokens", models, "mean", TEXT, "--prompt_name", "query", "--output", "other.html") == 0
-    (by_role,), (by_name,) = (drawn[0] for drawn in drawing)
-    assert by_role.text == by_name.text == f"search_query: {TEXT}"
-    assert by_role.weight_T.tolist() == by_name.weight_T.tolist()
-    assert by_role.weight_T[0] == 0 < by_role.weight_T[-1]
-    assert drawing[1][3].name == "other.html"
-
-
 def test_the_tokens_head_prompt_and_columns_of_latent_attention(models, drawing, capsys):
-    for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"], ["--by-text"]]:
+    for options in [[], ["--head", "1", "--num-latents", "64"], ["--role", "query"], ["--by-text"]]:
         assert show("latent-attention", models, "latent", TEXT, *options) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "latent: latents that its tokens attend to"
     assert lines[1].startswith("Latent attention, mean of 2 heads. Columns: the 24 of 30 latents with the most at")
     assert lines[-3] == "latent: latents that its texts attend to"
-    (mean,), (first,), (second,), (prompted,), (by_text,) = (drawn[0] for drawn in drawing)
+    (mean,), (second,), (prompted,), (by_text,) = (drawn[0] for drawn in drawing)
     assert list(mean.rows) == ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "mean"]
     assert by_text.rows == [TEXT]
-    assert abs(first.share_NC - mean.share_NC).max() > 0.01
     assert prompted.caption == f"search_query: {TEXT}"
-    assert [len(drawn[0][0].columns) for drawn in drawing] == [24, 24, 30, 24, 24]
-    # With all latents, the mean over the heads of a latent's column is in the plain map.
-    shares, of_first, of_second = (dict(zip(m.columns, m.share_NC.T, strict=True)) for m in (mean, first, second))
-    shared = shares.keys() & of_first.keys()
-    assert len(shared) > 5
-    for latent in shared:
-        halves = (of_first[latent] + of_second[latent]) / 2
-        np.testing.assert_allclose(halves, shares[latent], rtol=0, atol=1e-6)
-    assert "head 1 of 2. Columns: the 30 of 30 latents" in drawing[2][3]
+    assert [len(drawn[0][0].columns) for drawn in drawing] == [24, 30, 24, 24]
+    shares, of_head = (dict(zip(each.columns, each.share_NC.T, strict=True)) for each in (mean, second))
+    assert max(abs(of_head[latent] - share).max() for latent, share in shares.items()) > 0.01
+    assert "head 1 of 2. Columns: the 30 of 30 latents" in drawing[1][3]
 
 
-@pytest.mark.parametrize("line", ["latent-attention latent", "routing sparse"])
-def test_a_page_of_heat_maps_is_written(line, models, tmp_path, capsys):
-    kind, name = line.split()
-    (tmp_path / f"{kind}.html").touch()
+@pytest.mark.parametrize(("kind", "name"), [("latent-attention", "latent"), ("routing", "sparse")])
+def test_a_page_of_heat_maps_is_written(kind, name, models, tmp_path, capsys):
     assert show(kind, models, name, *TEXTS) == 0
-    assert [path.name for path in tmp_path.iterdir()] == [f"{kind}.html"]
     assert (tmp_path / f"{kind}.html").read_bytes().startswith(b"<!DOCTYPE html>")
     assert capsys.readouterr().out.splitlines()[-1] == f"wrote {kind}.html"
 
@@ -185,9 +166,8 @@ def test_a_figure_and_a_table_of_contextual_shift(models, corpora, tmp_path, cap
     assert lines[1].startswith(says)
     rows = [line.split(maxsplit=5) for line in lines if " the " in line and ": " in line and line.startswith("  ")]
     assert len(rows) == 4
-    for mean, least, alone, other, document_id, text in rows:
+    for mean, least, *_, document_id, text in rows:
         assert -1 <= float(least) <= float(mean) <= 1
-        assert all(-1 <= float(cosine) <= 1 for cosine in (alone, other))
         assert corpora["one"][int(document_id.strip(":").removeprefix("one"))] == text
     assert lines[-1] == "wrote contextual-shift.png"
 
@@ -216,13 +196,7 @@ def test_a_figure_and_a_table_of_clusters(tmp_path, capsys):
     assert lines[0] == "found: 4 of 6 clusters"
     assert lines[1].startswith("20 of 60 rows, at most 5 per cluster.")
     rows = [line.split() for line in lines if line.endswith("%")]
-    assert len(rows) == 4
-    numbers = {row[0] for row in rows}
-    assert numbers < set("012345")
-    for cluster, size, drawn, cosine, nearest, between, at_home in rows:
-        assert (size, drawn, at_home) == ("10", "5", "100.0%")
-        assert nearest in numbers - {cluster}
-        assert float(between) < float(cosine) <= 1
+    assert [(size, drawn, at_home) for _, size, drawn, *_, at_home in rows] == [("10", "5", "100.0%")] * 4
     assert lines[-1] == "wrote clusters.png"
 
 
@@ -257,9 +231,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("anchor-tokens --model mean", "texts"),
         ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
-        ("anchor-tokens --model mean TEXT --output .", "--output .: is a directory, not a file"),
         ("latent-attention --model latent TEXT --num-latents 0", "num_latents must be >= 1"),
         ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
         ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
@@ -270,17 +242,13 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("contextual-shift --model contextual --corpus one.jsonl --num-documents 21", "num_documents must be from"),
         ("contextual-shift --model contextual --corpus one.jsonl --num-contexts 1", "num_contexts must be >= 2"),
         ("clusters --clusters found --num-clusters 21", "num_clusters must be at most 20"),
-        ("report", "run"),
         ("report file", "file: is not a folder; give a run's folder"),
         ("report other", "other/config.yaml: no such file; give a run's folder"),
-        ("report whole --output other", "--output other: is a directory, not a file"),
     ],
 )
 def test_a_show_error_is_reported_in_one_line_and_nothing_is_written(line, says, models, corpora, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_run(tmp_path / "run")
-    write_run(tmp_path / "plain", "50,2.0,,\n")
-    write_whole_run(tmp_path / "whole")
     (tmp_path / "other").mkdir()
     (tmp_path / "file").touch()
     if "--clusters" in line:
