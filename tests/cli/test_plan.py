@@ -76,9 +76,9 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     assert more["batch per GPU"] == "8 queries of 4, 24 documents of 16 tokens"
     assert more["pairs in total"] == "128"
     assert more["arithmetic of a step, seconds"].endswith("at 0.4 of 312 TFLOP/s")
-    epochs = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3", "--pairs=100")
-    assert epochs["steps"] == "36 (3 x 100 pairs)"
-    unknown = planned(capsys, *config, "--trainer.max_steps=-1", "--trainer.max_epochs=3")
+    by_epochs = [*config, "--trainer.max_steps=-1", "--trainer.max_epochs=3"]
+    assert planned(capsys, *by_epochs, "--pairs=100")["steps"] == "36 (3 x 100 pairs)"
+    unknown = planned(capsys, *by_epochs)
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
 
@@ -115,12 +115,9 @@ def test_a_run_on_this_cpu_is_planned_by_its_measured_rate_and_free_memory(
     assert seconds == pytest.approx([on_gpu * peak / 0.5, on_gpu * peak / 0.1], rel=0.02)
     hours = [float(value) for value in table["hours"].split(" to ")]
     assert hours == pytest.approx([4 * value / 3600 for value in seconds], rel=0.06)
-    one = planned(capsys, *config, "--peak-share=0.25", hardware="")
-    assert one["arithmetic of a step, seconds"].endswith(f" at 0.25 of {0.09 if is_half else 0.04} TFLOP/s")
-    # With more devices the run is of another machine, and an option of GPUs is for them.
+    # With more devices the run is of another machine.
     elsewhere = planned(capsys, *config, "--trainer.accelerator=auto", "--trainer.devices=2", hardware="")
     assert elsewhere["GPUs"].startswith("2 x H100 SXM, ddp, ")
-    assert planned(capsys, *config, hardware="--gpus=1")["GPUs"].startswith("1 x H100 SXM, single, ")
 
 
 def test_plan_warns_if_a_run_does_not_fit_into_the_free_memory_of_the_machine(
@@ -168,36 +165,37 @@ def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert hours == pytest.approx(4 * seconds / 3600, rel=0.06)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2"])
-def test_a_strategy_is_recognised(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds: dict[str, Any] = {"fsdp2": component("embeddings.strategies.FSDP2Strategy")}
-    kinds |= {f"zero{n}": component("embeddings.strategies.ZeroStrategy", stage=n) for n in (1, 3)}
-    config = small(tmp_path, strategy=kinds[strategy], precision="bf16-mixed")
-    assert planned(capsys, "--config", config, "--gpus=2")["GPUs"] == f"2 x H100 SXM, {strategy}, bf16-mixed"
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("fsdp2", component("embeddings.strategies.FSDP2Strategy")),
+        ("zero3", component("embeddings.strategies.ZeroStrategy", stage=3)),
+    ],
+)
+def test_a_strategy_is_recognised(
+    name: str, strategy: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path, strategy=strategy, precision="bf16-mixed")
+    assert planned(capsys, "--config", config, "--gpus=2")["GPUs"] == f"2 x H100 SXM, {name}, bf16-mixed"
 
 
-def test_plan_warns_of_a_run_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = planned(capsys, "--config", small(tmp_path), "--gpu-memory-gb", "0.001")
-    warning = next(value for name, value in table.items() if name.startswith("warning"))
-    assert "do not fit: 90% of 0.001 GB are usable; the largest part is activations" in warning
-    assert "shard with FSDP2 or ZeRO" in warning
-
-
-def test_a_plan_for_a_gpu_has_the_mini_batches_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_gpu_has_its_mini_batches_and_warns_of_a_run_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = component("GradCacheCallback", mini_batch_tokens=64, gpu_mini_batch_tokens=128)
-    table = planned(capsys, "--config", small(tmp_path, callbacks=[cache]), "--gpus=1")
+    table = planned(capsys, "--config", small(tmp_path, callbacks=[cache]), "--gpus=1", "--gpu-memory-gb", "0.001")
     assert table["GradCache"].startswith("4 mini-batches")
+    warning = next(value for name, value in table.items() if name.startswith("warning"))
+    assert "do not fit: 90% of 0.001 GB are usable; the largest part is " in warning
+    assert "shard with FSDP2 or ZeRO" in warning
 
 
 def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = component("GradCacheCallback", mini_batch_tokens=64)
     config = ["--config", small(tmp_path, callbacks=[cache]), "--model.backbone.name", "nobody/nothing"]
     table = planned(capsys, *config, "--model-config", str(tmp_path / "backbone" / "config.json"))
-    # By default half of the free memory keeps graphs; the last graph is kept without any.
+    # By default half of the free memory keeps graphs.
     assert table["GradCache"] == "8 mini-batches, 100% of the graphs kept"
-    model = ["--model-config", str(tmp_path / "backbone" / "config.json")]
-    full = planned(capsys, *config, *model, "--gpu-memory-gb=1e-6")
-    assert full["GradCache"] == "8 mini-batches, 12% of the graphs kept"
     assert main(["plan", *config]) == 2
     assert "nobody/nothing: is not on this machine, and its architecture is unknown" in capsys.readouterr().err
 
@@ -207,8 +205,6 @@ def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.Ca
     [
         (("--gpus", "0"), "gpus must be > 0, got 0"),
         (("--peak-share", "1.5"), "peak_share must be <= 1, got 1.5"),
-        (("--pairs=-1",), "pairs must be > 0, got -1"),
-        (("--model-config", "no.json"), "no.json: is not a model config; give the backbone's config.json"),
         (("--model-config", __file__), f"{__file__}: is not a model config; give the backbone's config.json"),
         (("--recipe", "nothing"), "there is no recipe"),
     ],
