@@ -18,7 +18,6 @@ from embeddings.common.process import (
     answer,
     block_signals,
     handle_preemption,
-    lazy_names,
     log_to_stderr,
     logger,
     quiet_libraries,
@@ -52,8 +51,7 @@ def _no_job(monkeypatch):
         ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, None, False, 1),
         # The first process of a second node.
         ({"RANK": "8", "LOCAL_RANK": "0"}, None, False, 1),
-        # A batch script that starts one process, and torchrun in a step of one task.
-        ({"SLURM_NTASKS": "8"}, None, True, 1),
+        # torchrun in a step of one task.
         ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "4"}, None, True, 4),
     ],
 )
@@ -94,18 +92,15 @@ def test_a_command_shows_notes_and_warnings_and_restores_the_logger(capsys, monk
     assert (logger.level, logger.getEffectiveLevel()) == (level, logging.WARNING)
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        lazy_names("embeddings.common")("nothing")
-
-
 @pytest.mark.parametrize(
     "package", ["embeddings", *(f"embeddings.{name}" for name in ["common", "data", "mining", "synthesis"])]
 )
-def test_every_public_name_of_a_lazy_package_can_be_loaded(package):
-    names = importlib.import_module(package).__all__
-    assert len(names) > 10
-    assert all(getattr(importlib.import_module(package), name) is not None for name in names)
+def test_every_public_name_of_a_lazy_package_can_be_loaded_and_no_other(package):
+    module = importlib.import_module(package)
+    assert len(module.__all__) > 10
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = module.no_such_name
 
 
 def test_advice_of_libraries_is_suppressed(capsys):

@@ -24,15 +24,12 @@ def test_a_seed_is_the_same_on_every_machine_and_different_for_each_stream():
     assert len(np.unique(mix_bits(values))) == len(values)
 
 
-SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("key", [0, 1, 2**63 - 1])
-def test_every_value_occurs_exactly_once(n, key):
-    values = KeyedPermutation(n, key)(np.arange(n))
-    assert values.dtype == np.int64
-    assert np.array_equal(np.sort(values), np.arange(n))
+def test_every_value_occurs_exactly_once():
+    for n in (*range(1, 34), 100, 1023, 1024, 1025, 2**17 - 1, 2**17 + 1):
+        for key in (0, 1, 2**63 - 1):
+            values = KeyedPermutation(n, key)(np.arange(n))
+            assert values.dtype == np.int64
+            assert np.array_equal(np.sort(values), np.arange(n))
 
 
 def test_the_order_depends_only_on_the_key():
@@ -47,7 +44,7 @@ def test_the_order_is_the_same_on_every_machine():
     assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 9, 0, 7, 8, 5, 4, 1, 3, 6]
 
 
-@pytest.mark.parametrize("n", [3, 5, 10, 100])
+@pytest.mark.parametrize("n", [3, 100])
 def test_each_value_is_equally_likely_at_each_position(n):
     num_keys = 400
     seen = np.zeros((n, n))
@@ -60,7 +57,7 @@ def test_each_value_is_equally_likely_at_each_position(n):
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [3, 5])
 def test_all_orders_of_a_few_values_are_equally_likely(n):
     num_orders = math.factorial(n)
     seen = Counter(tuple(KeyedPermutation(n, key)(np.arange(n)).tolist()) for key in range(15 * num_orders))

@@ -85,7 +85,7 @@ def test_control_characters_are_escaped():
     assert one_line("a\x1b[31m\r\n\x07b\u202e \ud800é") == r"a\x1b[31m \x07b\u202e \ud800é"
 
 
-@pytest.mark.parametrize("limit", [50, 51, 52, 220])
+@pytest.mark.parametrize("limit", [50, 51, 220])
 def test_a_long_message_is_truncated_in_the_middle(limit):
     line = one_line("start\n  " + "x" * 1000 + "\nend", limit)
     assert len(line) == limit
