@@ -31,18 +31,15 @@ def sources_of(monkeypatch, folder, config, *extra):
     return found
 
 
-@pytest.mark.parametrize("as_option", [False, True])
-def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch):
+def test_a_list_given_twice_replaces_the_first(tmp_path, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"]["max_steps"] = 2
     path = config["data"]["init_args"]["sources"][0]["path"]
     config["data"]["init_args"]["sources"] = [{"name": "one", "path": path, "instruction": "X"} | OFF]
     later = {"data": {"init_args": {"sources": [{"name": "mine", "path": path}]}}}
-    extra = ["--config", write_config(tmp_path, later, "later.yaml")]
-    if as_option:
-        extra = [f"--data.init_args.sources=[{{name: mine, path: {path}}}]"]
-    assert sources_of(monkeypatch, tmp_path, config) == [("one", "X", False)]
-    assert sources_of(monkeypatch, tmp_path, config, *extra) == [("mine", None, True)]
+    as_config = ["--config", write_config(tmp_path, later, "later.yaml")]
+    for extra in (as_config, [f"--data.init_args.sources=[{{name: mine, path: {path}}}]"]):
+        assert sources_of(monkeypatch, tmp_path, config, *extra) == [("mine", None, True)]
     expected = [("one", "X", False), ("mine", None, True)]
     assert sources_of(monkeypatch, tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == expected
 
@@ -54,8 +51,7 @@ def test_a_path_stands_for_a_source_named_after_its_file(tmp_path, monkeypatch):
     second = first.rename(first.with_name("mine.v2.jsonl"))
     first.write_bytes(second.read_bytes())
     expected = [(first.stem, None, True), ("mine", None, True)]
-    for words in (["--data.sources", str(second)], [f"--data.init_args.sources={second}"]):
-        assert sources_of(monkeypatch, tmp_path, config, *words) == expected[1:]
+    assert sources_of(monkeypatch, tmp_path, config, "--data.sources", str(second)) == expected[1:]
     assert sources_of(monkeypatch, tmp_path, config, f"--data.sources=[{first},{second}]") == expected
     config["data"]["init_args"]["sources"] = [str(first), {"name": "mine", "path": str(second)}]
     assert sources_of(monkeypatch, tmp_path, config) == expected
@@ -74,7 +70,7 @@ def test_arguments_are_checked_without_a_run(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     check_arguments(line)
     wrongs = {"--trainer.max_steps=x": "expected int", "--ckpt_path=no.ckpt": "no such file"}
-    wrongs |= {f"--ckpt_path={name}": "is not a file; use auto" for name in ("best", "last", "hpc")}
+    wrongs |= {"--ckpt_path=best": "is not a file; use auto"}
     for wrong, says in wrongs.items():
         refused(ConfigError, says, check_arguments, [*line, wrong])
     assert sorted(tmp_path.rglob("*")) == before
@@ -103,8 +99,6 @@ BEFORE_THE_MODEL = {
         "no_folder: is not a folder",
     ),
     "file": (lambda run, _: run["data"]["init_args"]["sources"][0].update(path="no.jsonl"), "no.jsonl: no such file"),
-    "batch size": (lambda run, _: run["data"]["init_args"].update(batch_size=0), "data.batch_size must be >= 1"),
-    "trainer": (lambda run, _: run["trainer"].update(gradient_clip_val=-1.0), "trainer.gradient_clip_val must be >= 0"),
 }
 
 
@@ -183,10 +177,9 @@ def small(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tupl
 
 
 def test_each_option_reports_its_changes_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small(tmp_path, capsys, "--check")
-    before = sorted(tmp_path.rglob("*"))
     cut = (0, ["data.sources: 1 of 1 limited to 9 rows each"])
     assert small(tmp_path, capsys, "--limit-data", "9", "--check") == cut
+    before = sorted(tmp_path.rglob("*"))
     code, changes = small(tmp_path, capsys, "--stand-in", "tiny", "--check")
     assert code == 0
     assert changes[0].startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
@@ -195,14 +188,11 @@ def test_each_option_reports_its_changes_line_by_line(tmp_path: Path, capsys: py
 
 
 def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--stand-in=tiny", "--trainer.max_steps=7", "--data.batch_size", "5", "--check")
-    code, changes = small(tmp_path, capsys, *words)
-    assert (code, [line.partition(":")[0] for line in changes]) == (0, ["model.backbone.name"])
-    # The stand-in has the architecture of the model on the command line.
-    words = ("--stand-in", "tiny", "--model.backbone.name", str(tmp_path / "backbone"), "--check")
-    code, changes = small(tmp_path, capsys, *words)
+    words = ("--trainer.max_steps=7", "--data.batch_size", "5", "--model.backbone.name", str(tmp_path / "backbone"))
+    code, (change,) = small(tmp_path, capsys, "--stand-in=tiny", "--check", *words)
     assert code == 0
-    assert changes[0].startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
+    # The stand-in has the architecture of the model on the command line.
+    assert change.startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,6 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     rows = pq.read_table("mined.parquet").to_pylist()
     assert [len(row["negatives"]) for row in rows] == [3] * 12
     assert json.loads(Path("mined.manifest.json").read_text())["num_negatives"] == 36
-    assert mine(*options) == 0
-    assert "wrote 36 negatives" in capsys.readouterr().out
 
 
 def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(mine, tmp_path):
@@ -66,9 +64,6 @@ def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(m
     for row in mined:
         assert len(row["negatives"]) == 2
         assert not {row["query"], *row["positive"]} & set(row["negatives"])
-    options[4:4] = ["--min-score", "5"]
-    assert mine(*options, output="five.parquet") == 0
-    assert len(pq.read_table("five.parquet")) == 8
 
     source = {"name": "sts", "path": "mined.parquet", "symmetric": True, "query_prompt": "similar: "}
     config = run_config(tmp_path / "fit", sources=[{**source, "in_batch_negatives": False}])
@@ -165,15 +160,10 @@ def test_pairs_are_clustered_and_the_same_command_again_changes_nothing(features
     assert content(output) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--cluster_size", "4", "--num_clusters", "4"], "replaces cluster_size"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(options, says, source, tmp_path, capsys):
+def test_options_that_exclude_each_other_are_refused(source, tmp_path, capsys):
     line = ["cluster", "--input", str(source), "--output", str(tmp_path / "clusters"), "--features", "bm25"]
-    assert_refused(capsys, tmp_path, says, main, [*line, *options])
+    line += ["--cluster_size", "4", "--num_clusters", "4"]
+    assert_refused(capsys, tmp_path, "replaces cluster_size", main, line)
 
 
 def test_damaged_vectors_leave_no_output_and_the_same_command_works_once_they_are_repaired(
@@ -264,8 +254,7 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     assert [json.loads(line) for line in lines] == [{name: row[name] for name in ("query", "positive")} for row in kept]
 
 
-@pytest.mark.parametrize("conversion", ["class_by_example", "binary_by_label"])
-def test_labelled_texts_lose_those_of_evaluation_sets(conversion, tmp_path):
+def test_labelled_texts_lose_those_of_evaluation_sets(tmp_path):
     """NV-Embed §4.2: Emotion by BM25, and the clustering sets by equality, against their own test texts."""
     tested = {"text": "I feel so happy about the weather of today!", "label": "joy"}
     folder_of(tmp_path / "evaluation" / "emotion", "test", [tested, {"text": "never seen before", "label": "fear"}])
@@ -275,7 +264,7 @@ def test_labelled_texts_lose_those_of_evaluation_sets(conversion, tmp_path):
     similar = {"text": "today i feel so very happy about all of the weather", "label": 0}
     same_text = {**EMOTIONS[1], "label": 1}
     write_jsonl(tmp_path / "train.jsonl", [*EMOTIONS, EMOTIONS[1], same_text, similar])
-    line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", conversion]
+    line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", "class_by_example"]
     assert main([*line, "--decontaminate", "evaluation", "--bm25-threshold", "0.9"]) == 0
     removed = json.loads((tmp_path / "kept.manifest.json").read_text())["removed"]
     assert removed == {"copies": 1, "equal to an evaluation text": 2, "similar to an evaluation text": 1}

@@ -208,7 +208,7 @@ def test_fetch_only_loads_no_model_and_unconfirmed_sources_are_made_on_request(p
     assert f"nq {LIMIT}" in " ".join(printed.split())
     assert not Path("out/nv_embed/nq.parquet").exists()
     assert len(rows("out/nv_embed/fetched/arguana.parquet")) == LIMIT
-    assert prepare("moe", "--stage", "finetune", "--fetch-only", "--unconfirmed") == 0
+    assert prepare("moe", "--stage", "finetune", "--fetch-only", "--unconfirmed", "--limit", "3") == 0
     assert "left out" not in capsys.readouterr().out
 
 
@@ -236,10 +236,8 @@ def test_check_looks_for_each_data_set_and_writes_nothing(hub, tmp_path, capsys)
     ("options", "says"),
     [
         (["nv-embed", "--limit", "0"], "limit must be >= 1, got 0"),
-        (["nv-embed", "--stage", "3"], "stage must be 1 or 2, got '3'"),
         (["mgh", "--only", "nq,nothing"], "only must name sources of mgh, got 'nq,nothing'; they are nli, dureader"),
         (["mgh", "--from", "bge-full-data"], "from has no effect on mgh, got 'bge-full-data'"),
-        (["cde", "--from", "other"], "from must be bge-full-data, got 'other'"),
         (["cde", "--bm25-threshold", "0.9"], "bm25_threshold needs evaluation texts to compare with"),
         (["mgh", "--decontaminate", "o"], "decontaminate has no effect: the papers of these"),
         (["--limit", "3", "docstrings"], "recipe must come first, got 'docstrings'; write: "),
@@ -249,13 +247,9 @@ def test_impossible_options_are_reported_in_one_line_and_nothing_is_written(opti
     assert_refused(capsys, tmp_path, says, main, ["prepare", "--output", "o", *options])
 
 
-def results():
-    row = {"ndcg_at_10": 0.1, "mrr_at_10": 0.2, "recall_at_10": 0.3}
-    return {key: {split: dict(row) for split in SPLITS} for key in ("bm25", "before", "after")}
-
-
 def test_the_score_table_has_a_row_for_each_system_and_both_splits():
-    lines = score_table(results()).splitlines()
+    row = {"ndcg_at_10": 0.1, "mrr_at_10": 0.2, "recall_at_10": 0.3}
+    lines = score_table({key: dict.fromkeys(SPLITS, row) for key in ("bm25", "before", "after")}).splitlines()
     assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
 

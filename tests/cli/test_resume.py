@@ -183,10 +183,8 @@ def changed(**values: Any) -> dict[str, Any]:
     ("given", "says"),
     [
         (changed(seed_everything=1), "seed_everything is 0 in the checkpoint and 1 here"),
-        (changed(model__class_path="CDEModule"), "model.class_path is 'embeddings.modules.NVEmbedModule' in the"),
         (changed(model__init_args__backbone__name="b"), "model.init_args.backbone.name is 'a' in the checkpoint"),
         (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None in the checkpoint and {'rank': 4}"),
-        (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 in"),
         (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),
         (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
         (changed(data__init_args__sampler__init_args__total_steps=9), "data.init_args.sampler.init_args.total_steps"),
@@ -202,11 +200,9 @@ def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: 
         RUN,
         changed(seed_everything=True),
         changed(trainer__max_steps=9, trainer__logger={"class_path": "CSVLogger"}),
-        changed(model__init_args__backbone__gradient_checkpointing=True),
         changed(model__init_args__schedule__total_steps=9),
         changed(data__init_args__sources__0__licence="apache-2.0"),
         changed(model__init_args__new="an option that a later version has"),
-        changed(data__init_args__num_workers=2),
         changed(data__init_args__batch_size=16),  # the global batch size is in the checkpoint's plan
         changed(trainer__devices=2, trainer__num_nodes=2, data__init_args__batch_size=4),
     ],

@@ -131,26 +131,15 @@ def test_a_short_name_has_as_few_parts_as_make_it_unique():
 
 ONE, RANDOM = {"a": [1]}, {"method": "random", "num_runs": 2}
 UNPARSED = [
-    ("a: [1,", "not a YAML file"),
     ("[1]", "must be a mapping"),
     ({"parametres": ONE}, "'parametres"),
     ({"recipe": "quickstart", "parameters": ONE}, "needs either recipe or configs"),
-    ({"configs": ["nope.yaml"], "parameters": ONE}, r"nope\.yaml: no such file"),
     ({"method": "bayes", "parameters": ONE}, "method: expected 'grid', .*, got bayes"),
-    ({"parameters": ONE, "metric": {"mode": "most"}}, "metric.mode: expected 'max', 'min', got most"),
     ({"parameters": {}}, "parameters: must map config keys"),
     ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
     ({"parameters": ONE, "num_runs": 3}, "num_runs: is for method random or tpe, which need it"),
-    ({"parameters": ONE, "method": "tpe"}, "num_runs: is for method random or tpe, which need it"),
-    ({**RANDOM, "parameters": ONE, "seed": "x"}, "seed: expected int, got x"),
 ]
-for _source in (
-    "{low: 1}",
-    "{low: 3, high: 2}",
-    "{low: '0', high: 2}",
-    "{low: 0, hihg: 2}",
-    "{low: 0, high: 2, log: true}",
-):
+for _source in ("{low: 3, high: 2}", "{low: '0', high: 2}", "{low: 0, hihg: 2}"):
     UNPARSED.append(({**RANDOM, "parameters": {"a": yaml.safe_load(_source)}}, r"parameters\.a: is not a range of "))
 
 
@@ -229,10 +218,9 @@ def test_a_point_whose_last_process_did_not_finish_is_run_again(sweep_file, fake
     assert len(faked()) == 2
 
 
-@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
-def test_several_processes_need_an_index(variable, sweep_file, faked, monkeypatch, tmp_path, capsys):
+def test_several_processes_need_an_index(sweep_file, faked, monkeypatch, tmp_path, capsys):
     file = sweep_file({"a": [1, 2]})
-    monkeypatch.setenv(variable, "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     says = "error: index must be given if 2 processes train together, got None; "
     assert_refused(capsys, tmp_path, says, main, ["sweep", file])
 
@@ -256,7 +244,6 @@ def test_count_and_dry_run_write_nothing(sweep_file, tmp_path, capsys):
     [
         ({"model.init_args.loss.init_args.temprature": [0.1]}, "point 0: model"),
         ({TEMPERATURE: [0.1, "warm"]}, "point 1: model"),
-        ({"trainer.max_stepz": [3]}, "point 0: unrecognized arguments: --trainer.max_stepz=3; did you mean"),
     ],
 )
 def test_a_wrong_point_is_refused_before_any_run(parameters, says, sweep_file, tmp_path, capsys):
@@ -326,7 +313,7 @@ INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGT
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [([75, USR1], 75), ([75], 75), ([143, TERM], 143), ([130, INT], 130)],
+    [([75, USR1], 75), ([75], 75), ([130, INT], 130)],
 )
 def test_a_signal_reaches_the_run_and_ends_the_sweep_with_its_code(ending, code, sweep_file, faked, capsys):
     handlers = [signal.getsignal(number) for number in module.FORWARDED]

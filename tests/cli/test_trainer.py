@@ -55,10 +55,10 @@ def trainer(folder: Path, steps: int, *callbacks: L.Callback, **options: Any) ->
     return emb.Trainer([kept, *callbacks], **{**usual, **options})
 
 
-@pytest.mark.parametrize(("has_cuda", "expected"), [(False, ("cpu", "gpu", "cpu")), (True, ("auto", "gpu", "cpu"))])
-def test_auto_is_a_cuda_gpu_or_the_cpu(has_cuda: bool, expected: tuple[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    assert tuple(map(known_accelerator, ("auto", "gpu", "cpu"))) == expected
+def test_auto_is_a_cuda_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_cuda, expected in ((False, ["cpu", "gpu"]), (True, ["auto", "gpu"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        assert list(map(known_accelerator, ("auto", "gpu"))) == expected
 
 
 def weights(module: L.LightningModule) -> dict[str, torch.Tensor]:

@@ -209,15 +209,19 @@ def test_version_2_has_the_published_vectors(tmp_path):
     assert_same(by_library(tmp_path / "ours", "document", documents, texts, prompt=""), expected)
     turned = encoded(tmp_path / "ours", context=documents[::-1])
     assert (turned - encoded(tmp_path / "ours", context=documents)).abs().max() > 1e-4
-    embedder = load_embedder(tmp_path / "ours")
+    # The imported model can be an initial model.
+    settings = ContextSettings(num_context=70, num_soft_prompts=SOFT)
+    ours = str(tmp_path / "ours")
+    embedder = CDEModule(BackboneConfig(ours), context=settings, initial_model=ours).embedder
     null = state["second_stage_model.sequence_dropout_null_embedding"]
     assert torch.equal(embedder.slots.null_H.detach(), null)
-    assert (embedder.slots.dropout_fraction, embedder.text.query_max_length) == (0.005, 64)
+    assert load_embedder(ours).slots.dropout_fraction == 0.005
+    embedder(random_tokens(384, [5, 9]))[:, 0].sum().backward()
+    assert embedder.slots.null_H.grad.abs().max() > 0
 
 
 @pytest.mark.usefixtures("remote_code")
-@pytest.mark.parametrize("num_documents", [0, 3])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("version", "num_documents"), [(1, 0), (1, 3), (2, 3)])
 def test_without_a_null_vector_a_smaller_context_makes_the_input_shorter(version, num_documents, tmp_path, monkeypatch):
     if version == 1:
         (folder, state, tokenizer), states_of = published_v1(tmp_path / "published", monkeypatch), states_v1
@@ -252,23 +256,10 @@ def test_missing_numbers_are_printed_and_recorded(tmp_path, capsys):
     assert "no file states it: num_attention_heads 2, global_attn_every_n_layers 3" in capsys.readouterr().out
 
 
-def test_the_imported_model_can_be_an_initial_model(tmp_path):
-    folder, state, _ = published_v2(tmp_path / "published")
-    load(folder).model.save_pretrained(tmp_path / "ours")
-    settings = ContextSettings(num_context=70, num_soft_prompts=SOFT)
-    module = CDEModule(BackboneConfig(str(tmp_path / "ours")), context=settings, initial_model=str(tmp_path / "ours"))
-    null = module.embedder.slots.null_H
-    assert torch.equal(null.detach(), state["second_stage_model.sequence_dropout_null_embedding"])
-    assert module.embedder.has_positions
-    module.embedder(random_tokens(384, [5, 9]))[:, 0].sum().backward()
-    assert null.grad.abs().max() > 0
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"embedder": "bert-base-uncased"}, "names the backbones bert-base-uncased and bert-base-uncased; supp"),
-        ({"dataset_backbone": "answerdotai/ModernBERT-base"}, "names the backbones nomic-ai/nomic-bert-2048 and"),
         ({"transductive_tokens_per_document": 2}, "has transductive_tokens_per_document 2, but only 1 is supported"),
         ({"transductive_corpus_size": 0}, "has transductive_corpus_size 0, expected an integer >= 1"),
     ],

@@ -34,12 +34,10 @@ def test_a_missing_number_is_the_usual_one_and_is_recorded(tmp_path):
     ("ask", "says"),
     [
         (lambda c: c.integer("size", 4), "has size 3, expected an integer >= 4"),
-        (lambda c: c.integer("flag"), "has flag True, expected an integer >= 1"),
         (lambda c: c.number("flag"), "has flag True, expected a number"),
         (lambda c: c.part("inner").integer("rate"), "has inner.rate 0.5, expected an integer >= 1"),
         (lambda c: c.part("size"), "has size 3, expected an object"),
         (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, but only 1.0 is supported"),
-        (lambda c: c.require(flag=False), "has flag True, but only False is supported"),
     ],
 )
 def test_a_field_of_another_type_is_a_one_line_error(ask, says, tmp_path):
@@ -96,10 +94,8 @@ def weights(folder, **changed):
     [
         ({"piled": None}, "lacks 1 of the 3 tensors of toys, such as piled; use a complete copy"),
         ({"extra": torch.zeros(1)}, "has 1 tensors that toys does not have, such as extra"),
-        ({"block.x.table": torch.zeros(1)}, "has 1 tensors that toys does not have, such as block.x.table"),
         ({"piled": torch.zeros(12, 6)}, "piled has shape (12, 6), but (12, 5) in config.json"),
         ({"block.3.fused.weight": torch.zeros(6, 5)}, "fused.weight has shape (6, 5), but (4, 5) in config.json"),
-        ({"out.a.b": torch.zeros(7, 1)}, "out.a.b has shape (7, 1), but (7,) in config.json"),
     ],
 )
 def test_mismatched_tensors_are_a_one_line_error(changed, says, tmp_path):
