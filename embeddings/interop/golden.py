@@ -169,15 +169,15 @@ def read_golden(folder: Path) -> Golden | None:
     try:
         texts, settings = content["texts"], content["settings"]
         vectors = {role: _vectors(content[role], len(texts), int(settings["width"])) for role in ROLES}
-        golden = Golden({str(kind): str(text) for kind, text in texts.items()}, vectors, "", settings)
-        is_whole = len(texts) > 2 and AT_LIMIT in texts and BEYOND_LIMIT in texts
-        is_whole &= all(isinstance(golden.prompt(role), str) for role in ROLES) and "normalize" in settings
-        weights = content["weights_xxh3_128"]
+        texts = {str(kind): str(text) for kind, text in texts.items()}
+        golden = Golden(texts, vectors, str(content["weights_xxh3_128"]), settings)
+        is_whole = {AT_LIMIT, BEYOND_LIMIT} < texts.keys() and "normalize" in settings
+        is_whole &= isinstance(settings["prompts"], dict)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(str(path), f"has no golden vectors ({one_line(repr(error), 80)})", _WRITE) from error
     if not is_whole or not all(np.isfinite(vector_ND).all() for vector_ND in vectors.values()):
         raise InputError(str(path), "has no complete golden vectors", _WRITE)
-    return Golden(golden.texts, vectors, str(weights), settings)
+    return golden
 
 
 def _vectors(content: Mapping[str, Any], num_texts: int, width: int) -> Vectors:
