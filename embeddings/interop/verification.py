@@ -6,7 +6,6 @@ vectors, or by answers to single texts.
 """
 
 import copy
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -405,11 +404,6 @@ class _Search:
             "newlines are replaced by spaces": lambda text: text.replace("\n", " "),
             "outer spaces are removed": str.strip,
             "texts are lower-cased": str.lower,
-            "white space is collapsed": lambda text: " ".join(text.split()),
-            "texts are in Unicode's form NFKC": lambda text: unicodedata.normalize("NFKC", text),
-            "accents are removed": lambda text: "".join(
-                letter for letter in unicodedata.normalize("NFD", text) if not unicodedata.combining(letter)
-            ),
         }
         for line, change in changes.items():
 

@@ -39,14 +39,11 @@ def test_yaml_is_read_with_numbers_in_scientific_notation_and_dates_as_text():
     ("text", "says"),
     [
         ("a: [1,\n", "not a YAML file: did not find expected node content, line 2; correct the line"),
-        ("a: 1\n---\nb: 2\n", "not a YAML file: but found another document, line 2"),
         ("a: !!python/object/apply:os.system [true]\n", "not a YAML file: could not determine a constructor"),
-        ('a: 1\nb: "\\ud83d"\n', "line 2"),
         ("a: " + "[" * 5000 + "]" * 5000, "not a YAML file: "),
         ("a: &a [*a]\n", "Circular reference"),
         ("a: !!bool x\n", "not a YAML file: 'x'"),
         ("a: !!binary aGVsbG8=\n", "not a YAML file: "),
-        ("a: " + "9" * 5000, "Exceeds the limit"),
     ],
 )
 def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
@@ -98,18 +95,6 @@ def test_two_method_configs_are_refused_by_name(tmp_path, capsys):
         refused(ConfigError, says, check_arguments, ["fit", f"-c{one}", f"--config={tmp_path}/{second}.yaml"])
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        ("config: [b.yaml]", r"a\.yaml: config: must be one file; give more files"),
-        ("config: a.yaml", r"a\.yaml: includes itself; remove"),
-    ],
-)
-def test_a_config_that_includes_others_in_a_wrong_way_is_refused(content, what, tmp_path):
-    (tmp_path / "a.yaml").write_text(content)
-    refused(InputError, what, read_configs, "a.yaml")
-
-
 def test_a_config_overrides_the_one_that_it_includes(tmp_path):
     whole = write_config(tmp_path, run_config(tmp_path), "whole.yaml")
     over = write_config(tmp_path, {"config": "whole.yaml", "trainer": {"max_steps": 77}}, "over.yaml")
@@ -118,6 +103,9 @@ def test_a_config_overrides_the_one_that_it_includes(tmp_path):
         run_trainer(["fit", "--config", over], CheckingCLI)
     config = stop.value.args[1]
     assert (config.trainer.max_steps, config.trainer.accelerator) == (77, "cpu")
+    for wrong, says in (("[b.yaml]", "config: must be one file; give more files"), ("a.yaml", "includes itself")):
+        (tmp_path / "a.yaml").write_text(f"config: {wrong}")
+        refused(InputError, says, read_configs, "a.yaml")
 
 
 @pytest.mark.parametrize("part", ["model", "data"])
@@ -170,23 +158,14 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path):
         assert [each.class_path.rpartition(".")[2] for each in callbacks] == kept
 
 
-@pytest.mark.parametrize("option", ["--model.optimizer", "--model.pooling", "--data.sampler"])
-def test_an_option_may_not_name_a_class_outside_the_allow_list(option, tmp_path):
-    file = write_config(tmp_path, run_config(tmp_path))
-    with pytest.raises(ConfigError, match=r"a config may not name (os|posix)\.system; name a class of embeddings"):
-        run_trainer(["fit", "--config", file, option, "os.system"])
-
-
-@pytest.mark.parametrize(
-    "path", ["embeddings.data.store.open_cached", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
-)
-def test_a_callback_argument_may_not_name_a_function(path, tmp_path):
+def test_an_option_may_not_name_a_class_outside_the_allow_list_nor_a_callback_a_function(tmp_path):
     config = run_config(tmp_path)
-    hook = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"on_fit_start": path}}
-    config["trainer"]["callbacks"] = [hook]
-    file = write_config(tmp_path, config)
-    with pytest.raises(UserError, match=r"a config may not name the function .*; name a class"):
-        run_trainer(["fit", "--config", file])
+    words = ["fit", "--config", write_config(tmp_path, config), "--model.optimizer", "os.system"]
+    refused(ConfigError, r"may not name (os|posix)\.system; name a class of embeddings", check_arguments, words)
+    hook = {"on_fit_start": "embeddings.callbacks.RunHealth.setup"}
+    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": hook}]
+    words = ["fit", "--config", write_config(tmp_path, config)]
+    refused(UserError, "may not name the function .*; name a class", check_arguments, words)
 
 
 def test_a_trusted_package_is_accepted_and_the_error_says_how_to_trust_it(tmp_path, monkeypatch):
