@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -309,7 +309,7 @@ _TERMINATION_SECONDS = 10.0
 
 
 def spread(
-    makers: Mapping[str, Callable[[], Callable[[Item], Result]]], items: Iterable[Item]
+    makers: Sequence[Callable[[], Callable[[Item], Result]]], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
     """Process each item in one of several processes; results are yielded in the order of completion.
 
@@ -317,11 +317,11 @@ def spread(
     is killed. The death of one is a `WorkerError`.
 
     Args:
-        makers: For each process, by its name, a factory of its work function, called in the new process (`spawn`).
+        makers: For each process a factory of its work function, called in the new process (`spawn`).
         items: The work items.
     """
     context = get_context("spawn")
-    pool = ProcessPoolExecutor(len(makers), context, _begin, (list(makers.values()), context.Value("i")))
+    pool = ProcessPoolExecutor(len(makers), context, _begin, (makers, context.Value("i")))
     processes: dict[int, Any] = {}
     pending = set[Future[Result]]()
     # Ctrl-C reaches all processes of a terminal, but this process decides when the workers end. Python's resource
@@ -359,7 +359,7 @@ def spread(
 _worker: list[Any] = []
 
 
-def _begin(makers: list[Callable[[], Callable[[Any], Any]]], num_begun: Any) -> None:
+def _begin(makers: Sequence[Callable[[], Callable[[Any], Any]]], num_begun: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with num_begun.get_lock():
         _worker[:] = [makers[num_begun.value]]

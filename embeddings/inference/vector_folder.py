@@ -399,12 +399,12 @@ def encode_corpus(
     options = (os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
     items = _missing_shards(shards, missing, read_corpus(corpus, columns))
     # The first shard cannot be tokenised while another is encoded.
-    names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
-    if names:
+    num_tokenisers = min(tokenizer_workers, len(missing) - 1)
+    if num_tokenisers > 0:
         embedder = encoder.embedder
         tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
         tokenise = partial(_tokeniser, tokenizer, role, embedder.text.prompt(prompt_name, role))
-        items = spread(dict.fromkeys(names, tokenise), items)
+        items = spread([tokenise] * num_tokenisers, items)
     total = sum(len(shards.rows(shard)) for shard in of_task)
     done = total - sum(len(shards.rows(shard)) for shard in missing)
     used, work = devices[: len(missing)], partial(_encode_shard, shards, options)
@@ -571,10 +571,7 @@ def on_devices(
         "dimensions": encoder.dimensions,
     }
     num_threads = max(1, torch.get_num_threads() // len(devices))
-    workers = {
-        f"device {number}, {name}": partial(_start, work, num_threads, encoder.origin, {**options, "device": name})
-        for number, name in enumerate(devices)
-    }
+    workers = [partial(_start, work, num_threads, encoder.origin, {**options, "device": name}) for name in devices]
     return _with_model_on_cpu(encoder, spread(workers, items))
 
 

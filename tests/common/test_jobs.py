@@ -264,7 +264,7 @@ def _make(log, number):
 
 
 def on_two(log, items):
-    return spread({f"device {number}": partial(_make, log, number) for number in range(2)}, items)
+    return spread([partial(_make, log, number) for number in range(2)], items)
 
 
 def done(log):
@@ -322,7 +322,7 @@ SCRIPT = """
         return partial(work, folder)
 
     if __name__ == "__main__":
-        list(spread({"one": partial(make, Path(sys.argv[1]))}, [1]))
+        list(spread([partial(make, Path(sys.argv[1]))], [1]))
 """
 
 
