@@ -56,14 +56,22 @@ def rows(path):
 # More than twenty sources take ten seconds.
 @pytest.mark.parametrize("config", stages("cde_supervised"))
 def test_the_data_config_of_each_stage_names_the_prepared_files(config, prepare, monkeypatch, capsys):
+    """The same command without --fetch-only continues, with the clusters and vectors of contextual batches."""
     stage = STAGES[config]
-    assert prepare(stage.recipe, *(["--stage", stage.stage] if stage.stage else [])) == 0
+    options = ["--stage", stage.stage] if stage.stage else []
+    assert prepare(stage.recipe, *options, "--fetch-only") == 0
+    capsys.readouterr()
+    assert prepare(stage.recipe, *options) == 0
     printed = capsys.readouterr().out
     fetched = {key for key in stage.wanted() if TABLE.place_of(key, None).why_left_out is None}
     assert f"{len(fetched)} of {len(stage.wanted())} sources are ready for training" in printed
     assert {str(path) for path in Path("out").glob("*/*.parquet")} == {f"out/{key}.parquet" for key in fetched}
     for key in stage.wanted().keys() - fetched:
         assert f"left out: {key.partition('/')[2]}" in printed
+    for group, _, name in (key.partition("/") for key in fetched if stage.vectors):
+        assert Path(f"out/{group}/clusters/{name}/cluster_ids.npy").exists()
+        index = json.loads(Path(f"out/{group}/vectors/{name}/index/manifest.json").read_text())
+        assert index["negatives"] is (stage.data["num_negatives"] > 0)
 
     variable, *line = printed.strip().splitlines()[-1].split()
     assert line[-5:] == ["fit", "--recipe", stage.run, "--config", f"out/{config}.yaml"]
@@ -148,17 +156,6 @@ def test_a_curriculums_negatives_have_levels(prepare):
     assert prepare("mgh", "--only", "nq") == 0
     levels = [negative["level"] for row in rows("out/mgh/nq.parquet") for negative in row["negatives"] or ()]
     assert set(levels) == {1, 2, 3, 4}
-
-
-def test_contextual_batches_get_clusters_and_the_filters_vectors(prepare, capsys):
-    assert prepare("cde", "--stage", "supervised", "--fetch-only") == 0
-    assert "0 of 2 sources are ready for training" in capsys.readouterr().out
-    assert prepare("cde", "--stage", "supervised") == 0
-    assert "2 of 2 sources are ready for training" in capsys.readouterr().out
-    for name in ("hotpotqa", "msmarco"):
-        assert Path(f"out/cde_supervised/clusters/{name}/cluster_ids.npy").exists()
-        index = json.loads(Path(f"out/cde_supervised/vectors/{name}/index/manifest.json").read_text())
-        assert index["negatives"] is True
 
 
 def test_texts_of_test_sets_are_removed_if_the_recipe_requires_it(prepare, tmp_path, caplog):
