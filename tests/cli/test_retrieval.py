@@ -223,22 +223,11 @@ def test_scores_are_printed_and_written_and_each_folder_gives_its_context(contex
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (
-            ["encode", "--input", "good.jsonl", "--output", "out", "--context", "good.jsonl", "--context-size", "6"],
-            "context_size must be from 1 to the model's 5 context documents, got 6",
-        ),
-        (["search", "--corpus", "good.jsonl", "--context-size", "2", "fox"], "context_size needs a corpus"),
-    ],
-)
-def test_a_bad_context_is_reported_in_one_line_with_exit_code_2(argv, says, contextual, tmp_path, capsys):
-    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
-    assert_refused(capsys, tmp_path, says, main, [argv[0], "--model", contextual, *argv[1:]])
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
         (["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context", "good.jsonl", "x"], "is not contextual"),
+        (
+            ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context-size", "2", "x"],
+            "needs a corpus to draw",
+        ),
         (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
         (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
         ([*ENCODE, "--vector-format", "binary", "--dimensions", "20"], "a multiple of 8, these have 20, got 'binary'"),

