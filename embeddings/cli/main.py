@@ -95,13 +95,12 @@ COMMANDS = {
 # After an interruption these continue when they are run again, as does `evaluate --tasks`.
 RESUMING = {"adapt", "prepare", "encode", "compare", "cluster", "mine", "filter", "synthesize", "compress", "sweep"}
 RESUMING |= {"quickstart"}
-# Commands that report every half minute that they are running. `search` waits for input, `fit` reports itself.
-LONG_COMMANDS = RESUMING | {"passages", "queries", "index", "evaluate", "export", "push", "import"}
-LONG_COMMANDS = (LONG_COMMANDS | {"interpolate", "whiten", "convert", "report", "show"}) - {"sweep"}
 TRAINER_COMMANDS = {
     "fit": "train a model from configs (--config FILE, or --recipe NAME)",
     "plan": "estimate what the same training needs: memory, arithmetic, hours, disk",
 }
+# All others report every half minute that they are running: `search` waits for input, and training reports itself.
+UNREPORTED = {"search", "sweep", *TRAINER_COMMANDS}
 # Names of the commands in other tools, and Lightning's other loops, which our modules do not have.
 ALIASES = {"train": "fit", "finetune": "fit", "embed": "encode", "predict": "encode"}
 ALIASES |= dict.fromkeys(("benchmark", "validate", "test"), "evaluate")
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `cli.errors`)."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     limit_kernel_cache()
-    is_reported = bool(LONG_COMMANDS.intersection(argv[:1]))
+    is_reported = bool(argv) and argv[0] not in UNREPORTED
     with log_to_stderr(), quiet_libraries(), reported(argv[0]) if is_reported else nullcontext():
         return run_guarded(lambda: dispatch(argv), resumes(argv))
 
