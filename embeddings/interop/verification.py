@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from embeddings.common import TokenBatch, UserError
 from embeddings.common.errors import shown
 from embeddings.common.text import TextRole, TextSettings
+from embeddings.common.types import PaddedTokens
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import Encoder, Vectors, unit_rows
 from embeddings.interop.answers import Ask, RefusedError
@@ -200,7 +202,8 @@ class _Search:
         others = [place for place in range(len(self.texts)) if place not in failing]
         is_by_length = bool(others) and length_N[failing].min() >= length_N[others].max()
         if self._is_right_alone(role, failing):
-            return "padding: texts are right alone and wrong in a batch; check the attention mask and the padding side"
+            found = self._best(role, failing, self._paddings(role))
+            return found or "padding: texts are right alone and wrong in a batch; check the attention mask"
         if is_by_length:
             found = self._best(role, failing, self._truncations(role))
             if found is not None:
@@ -460,6 +463,31 @@ class _Search:
             return self.encoder.encode(texts, role=role, tokenised=[cut])
 
         yield "truncation: long texts lose their end token", without_end
+
+    def _paddings(self, role: TextRole) -> Iterator[tuple[str, Compute]]:
+        """Padding of a request's texts on the left, and pooling of the last position, which may be padding."""
+        if not self._has_variants:
+            return
+        embedder = self.encoder.embedder
+        rows_of = {text: next(_rows(self._tokenizer(embedder)([text], role))) for text in self.texts}
+        longest = max(len(ids) for ids, _ in rows_of.values())
+
+        def padded(texts: Sequence[str], on_left: bool) -> Vectors:
+            rows = []
+            for ids, mask in map(rows_of.__getitem__, texts):
+                num_pads, ones = longest - len(ids), [True] * len(ids)
+                pads, gaps = [embedder.pad_token_id] * num_pads, [False] * num_pads
+                last = [False] * (longest - 1) + [True]
+                rows.append((pads + ids, gaps + ones, gaps + mask) if on_left else (ids + pads, ones + gaps, last))
+            tensors = (torch.tensor(column, device=embedder.device) for column in zip(*rows, strict=True))
+            with torch.no_grad():
+                vector_ND: Vectors = embedder(PaddedTokens(*tensors)).float().cpu().numpy()
+            return vector_ND
+
+        yield "padding side: texts are padded on the left, which shifts their positions", partial(padded, on_left=True)
+        if pooling_name(embedder.pooling) == "last_token":
+            line = "padding side: the last position is pooled, which is padding on the right of shorter texts"
+            yield line, partial(padded, on_left=False)
 
     def _encode(self, role: TextRole, **changes: Any) -> "_Variant":
         return _Variant(partial(self._variant, **changes), role)

@@ -55,6 +55,7 @@ class Served:
     dtype: Any = torch.float32
     change_text: Any = None
     ignores_mask: bool = False
+    side: str = ""  # where shorter texts of a request are padded
     width: int | None = None
     most_tokens: int | None = None  # longer texts are refused
 
@@ -67,9 +68,12 @@ class Served:
             return Answer(status=413, body=json.dumps({"error": "Input is too long", "error_type": "x"}).encode())
         longest = max(len(ids) for ids, _ in all_ids)
         for ids, first in all_ids:
-            padded = ids + [embedder.pad_token_id] * (longest - len(ids) if self.ignores_mask else 0)
-            inputs = {"input_ids": torch.tensor([padded]), "attention_mask": torch.ones(1, len(padded))}
-            state_LH = backbone(**inputs).last_hidden_state[0]
+            padding = longest - len(ids) if self.ignores_mask or self.side else 0
+            pads, ones = [embedder.pad_token_id] * padding, [1] * len(ids)
+            gaps = [int(self.ignores_mask)] * padding
+            padded, mask = (pads + ids, gaps + ones) if self.side == "left" else (ids + pads, ones + gaps)
+            inputs = {"input_ids": torch.tensor([padded]), "attention_mask": torch.tensor([mask])}
+            state_LH = backbone(**inputs).last_hidden_state[0][padding if self.side == "left" else 0 :]
             weights = {"mean": torch.ones(len(state_LH)), "weighted_mean": torch.arange(1.0, len(state_LH) + 1)}
             for kind, place in (("cls", 0), ("last_token", -1)):
                 weights[kind] = torch.zeros(len(state_LH))
@@ -246,6 +250,7 @@ MUTATIONS = {
     "cut without EOS": ({"cuts_end_token": True}, "truncation: long texts lose their end token"),
     "lengths": ({"normalize": False}, "normalisation: the vectors have lengths "),
     "padding": ({"ignores_mask": True}, "padding: texts are right alone and wrong in a batch"),
+    "left padding": ({"side": "left"}, "padding side: texts are padded on the left, which shifts their positions"),
     "half": ({"dtype": torch.bfloat16}, "half precision: bfloat16 has such errors"),
     "cut vectors": ({"width": 8}, "another width: the first 8 of the model's 24 dimensions"),
     "no head": ({"has_head": False}, "the linear head after the pooling is left out"),
@@ -287,6 +292,7 @@ def test_another_precision_and_another_model_are_named(encoder, capsys):
 
 DECODER_MUTATIONS = {
     "mean": ({"pooling": "mean"}, "pooling: mean instead of last_token"),
+    "last position": ({"side": "right"}, "padding side: the last position is pooled, which is padding on the right"),
     "lower case": ({"change_text": str.lower}, "another tokenizer or other cleaning: texts are lower-cased"),
     "newlines": (
         {"change_text": lambda text: text.replace("\n", " ")},
