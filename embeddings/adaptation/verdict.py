@@ -215,7 +215,7 @@ def compare(
     pairs = zip(others, encoded[len(tests) :], strict=False)
     of_general = [_general(other, each, whitenings[0]) for other, each in pairs]
     counts = {test.name: _counts(test) for test in tests}
-    decision = recommend(_real_scores(tests, ranked), list(models)[1:])
+    decision = recommend(_real_scores(tests, ranked))
     return Verdict(models, language, rules, tuned, counts, groups, of_general, decision, tests, ranked)
 
 
@@ -309,11 +309,6 @@ def _variant_rows(
     return rows, whitening
 
 
-def variants(trained: Sequence[str]) -> list[str]:
-    """All variants in order: BM25, then the candidates, the simplest first."""
-    return [BM25_ALONE, START, HYBRID, WHITENED, *trained, *(f"{label} + {HYBRID}" for label in trained)]
-
-
 def _counts(test: RetrievalSet) -> dict[str, int]:
     kinds, counts = np.unique(test.kinds, return_counts=True)
     by_kind = {f"queries: {kind}": int(count) for kind, count in zip(kinds, counts, strict=True)}
@@ -363,16 +358,8 @@ def _general(
     return General(each.name, metric, num_rows, values, differences)
 
 
-def _change(cosine_N: Floats, start_N: Floats, human_N: Floats, row_N: npt.NDArray[np.int64]) -> float:
-    """The difference of two Spearman correlations with human scores, over rows that may be repeated."""
-    from scipy.stats import rankdata
-
-    rank_3N = rankdata(np.stack([cosine_N, start_N, human_N])[:, row_N], axis=1)
-    rank_3N -= rank_3N.mean(axis=1, keepdims=True)
-    length_3 = np.linalg.norm(rank_3N, axis=1)
-    # A side without differences correlates with nothing, as in `spearman`.
-    new, old = (rank_3N[:2] @ rank_3N[2]) / np.where(length_3[:2] * length_3[2] > 0, length_3[:2] * length_3[2], 1.0)
-    return float(new - old)
+def _change(cosine_N: Floats, start_N: Floats, human_N: Floats, row_N: Rows) -> float:
+    return spearman(cosine_N[row_N], human_N[row_N]) - spearman(start_N[row_N], human_N[row_N])
 
 
 def _real_scores(tests: Sequence[RetrievalSet], ranked: Sequence[Mapping[str, Ranked]]) -> dict[str, Floats]:
@@ -384,19 +371,19 @@ def _real_scores(tests: Sequence[RetrievalSet], ranked: Sequence[Mapping[str, Ra
     return {name: np.concatenate([np.empty(0), *scores]) for name, scores in of_pairs.items()}
 
 
-def recommend(score_of: Mapping[str, Floats], trained: Sequence[str] = (TRAINED,)) -> Recommendation:
+def recommend(score_of: Mapping[str, Floats]) -> Recommendation:
     """The simplest variant that is not significantly worse than the best, by the real queries.
 
     Significantly worse: the two-sided 95 % interval of the paired bootstrap over the queries lies below 0. Without real
     queries it is the start; with fewer than 50, the best and the recommended one are not a trained model.
 
     Args:
-        score_of: nDCG@10 of each variant for each real query, (Q,) float64 each; the start's is needed.
-        trained: The names of the trained models.
+        score_of: nDCG@10 of each variant for each real query, (Q,) float64 each, the simplest variant first; the
+            start's is needed.
     """
-    num_queries, needs = len(score_of[START]), [name for name in variants(trained) if name in score_of]
-    models = {*trained, *(f"{label} + {HYBRID}" for label in trained)} & {*needs}
+    num_queries, needs = len(score_of[START]), list(score_of)
     candidates = [name for name in needs if name != BM25_ALONE]
+    models = {*candidates} - {START, HYBRID, WHITENED}
     if not num_queries:
         why = "Not measured on your queries: all queries were made from the documents, and such queries judge poorly."
         return Recommendation(START, START, 0, None, {}, [why, "The starting model is kept."])

@@ -380,17 +380,6 @@ def test_an_interrupted_comparison_resumes(world, tmp_path, monkeypatch):
     assert main(command(world, out)) == 0
 
 
-def test_the_change_of_a_rank_correlation_is_that_of_spearman():
-    generator = np.random.default_rng(4)
-    # With ties, in the rows too.
-    new_N, old_N, human_N = (generator.integers(6, size=40).astype(float) for _ in range(3))
-    row_N = generator.integers(40, size=40)
-    wanted = spearman(new_N[row_N], human_N[row_N]) - spearman(old_N[row_N], human_N[row_N])
-    assert module._change(new_N, old_N, human_N, row_N) == pytest.approx(wanted, abs=1e-12)
-    assert abs(wanted) > 0.01
-    assert module._change(np.ones(40), old_N, human_N, row_N) == pytest.approx(-spearman(old_N[row_N], human_N[row_N]))
-
-
 def test_queries_without_judgments_are_ranked_as_those_with(world, tmp_path):
     models, corpus = (str(world / "start"), [str(world / "trained")]), world / "large" / "corpus.jsonl"
     verdict = compare(*models, [world / "large"], tmp_path / "out")
