@@ -298,33 +298,25 @@ def read_python(source: str, name: str) -> Document:
     for line in lines:
         starts.append(starts[-1] + len(line) + 1)
     blocks = []
-    for first, last, kind, trail in _definitions(tree.body, (".".join(parts),), lines, 1):
-        start, end = starts[first - 1], min(starts[last] - 1, len(source))
+    for part in _definitions(tree.body, (".".join(parts),), lines, 1):
+        start, end = starts[part.start - 1], min(starts[part.end] - 1, len(source))
         end = start + len(source[start:end].rstrip())
         if end > start:
-            blocks.append(Block(start, end, kind, trail))
+            blocks.append(part._replace(start=start, end=end))
     return Document(source, blocks, ".")
 
 
-_Range = tuple[int, int, Kind, tuple[str, ...]]
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Statements of at most so many lines directly above a definition belong to it.
 _ATTACHED_LINES = 3
 
 
-def _definitions(
-    body: list[ast.stmt], trail: tuple[str, ...], lines: list[str], first: int, head: int | None = None
-) -> Iterator[_Range]:
-    """The line ranges of the functions in a body, and of the statements between them, imports excepted.
-
-    `head` is the first line of the class whose body it is, if that line belongs to the first method.
-    """
+def _definitions(body: list[ast.stmt], trail: tuple[str, ...], lines: list[str], first: int) -> Iterator[Block]:
+    """The functions in a body, and the statements between them, imports excepted, by first and last line."""
     run: list[int] = []
     for number, node in enumerate(body):
         start, end = max(first, _first_line(node, lines)), node.end_lineno or node.lineno
         first = end + 1
-        if number == 0 and head is not None:
-            start = head
         is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_left_out = isinstance(node, ast.Import | ast.ImportFrom) or _is_list_of_names(node)
         is_module_docstring = is_docstring and len(trail) == 1
@@ -335,28 +327,31 @@ def _definitions(
         if is_short and isinstance(node, _DEFINITIONS) and not any(line.strip() for line in lines[run[1] : start - 1]):
             start, run = run[0], []
         if run:
-            yield run[0], run[1], "lines", trail
+            yield Block(run[0], run[1], "lines", trail)
             run = []
         if isinstance(node, ast.ClassDef):
             yield from _class(node, (*trail, node.name), lines, start, end)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield start, end, "lines", (*trail, node.name)
+            yield Block(start, end, "lines", (*trail, node.name))
         elif is_module_docstring:
-            yield start, end, "prose", trail
+            yield Block(start, end, "prose", trail)
     if run:
-        yield run[0], run[1], "lines", trail
+        yield Block(run[0], run[1], "lines", trail)
 
 
-def _class(node: ast.ClassDef, trail: tuple[str, ...], lines: list[str], start: int, end: int) -> Iterator[_Range]:
+def _class(node: ast.ClassDef, trail: tuple[str, ...], lines: list[str], start: int, end: int) -> Iterator[Block]:
     """The lines of a class up to its first method, and its methods; alone, its first line belongs to a method."""
     place = next((place for place, child in enumerate(node.body) if isinstance(child, _DEFINITIONS)), None)
     if place is None:
-        yield start, end, "lines", trail
+        yield Block(start, end, "lines", trail)
         return
     first = _first_line(node.body[place], lines)
+    parts = _definitions(node.body[place:], trail, lines, first)
     if place > 0:
-        yield start, first - 1, "lines", trail
-    yield from _definitions(node.body[place:], trail, lines, first, head=None if place > 0 else start)
+        yield Block(start, first - 1, "lines", trail)
+    else:
+        yield next(parts)._replace(start=start)
+    yield from parts
 
 
 def _is_list_of_names(node: ast.stmt) -> bool:
