@@ -205,7 +205,7 @@ class _Work:
                         if isinstance(read, LeftOut):
                             self.leave_out(read)
                             continue
-                        self._hashes.extend(set(_hashes(read.document)))
+                        self._hashes.extend(key for key in {*_hashes(read.document)} if key is not None)
                         self._total_letters += len(read.document.text)
                         words = re.findall(r"\w+", read.document.text[:2000])
                         self._num_letters += sum(map(len, words))
@@ -256,19 +256,13 @@ class _Work:
             yield batch
 
     def _without_repeated(self, document: Document, repeated: Mapping[int, int], seen: dict[int, str]) -> Document:
-        hashes = _hashes(document)
-        if not any(key in repeated for key in hashes):
-            return document
-        kept, own = [], set[int]()
-        keys = iter(hashes)
-        for block in document.blocks:
-            key = None if block.kind == "heading" else next(keys)
-            if key in repeated and key in seen and key not in own:
-                self._report.num_repeated += 1
-                continue
+        kept = []
+        for block, key in zip(document.blocks, _hashes(document), strict=True):
             if key is not None and key in repeated:
+                if key in seen:
+                    self._report.num_repeated += 1
+                    continue
                 seen[key] = shorten(document.text[block.start : block.end], 200)
-                own.add(key)
             kept.append(block)
         return document._replace(blocks=kept)
 
@@ -305,12 +299,15 @@ class _Work:
         self._report.tokens = (int(count_N.min()), int(np.median(count_N)), int(count_N.max()))
 
 
-def _hashes(document: Document) -> list[int]:
-    """The hash of each paragraph but for case and spaces; none of a document of one paragraph."""
-    blocks = [block for block in document.blocks if block.kind != "heading"]
-    if len(blocks) < 2:
-        return []
-    return [text_hash(" ".join(document.text[block.start : block.end].casefold().split())) for block in blocks]
+def _hashes(document: Document) -> list[int | None]:
+    """The hash of each paragraph but for case and spaces; None for headings, and for a single paragraph."""
+    is_several = sum(block.kind != "heading" for block in document.blocks) > 1
+    return [
+        text_hash(" ".join(document.text[block.start : block.end].casefold().split()))
+        if is_several and block.kind != "heading"
+        else None
+        for block in document.blocks
+    ]
 
 
 def _item(passage: Passage) -> tuple[str]:
