@@ -353,11 +353,10 @@ def _word_cuts(text: str, start: int, end: int, starts: Sequence[int], step: int
 
 
 def _middle(text: str) -> int:
-    """The place nearest to the middle of a text where it can be cut: a sentence, line or word, else a letter."""
-    for rule in (sentence_starts, line_starts, lambda text: [(m.end(), 0.0) for m in regex.finditer(r"\s+", text)]):
-        cuts = [cut for cut, _ in rule(text) if 0 < cut < len(text)]
-        if cuts:
-            return min(cuts, key=lambda cut: abs(2 * cut - len(text)))
+    """The place nearest to the middle of a text without outer white space where a word begins, else a letter."""
+    cuts = [match.end() for match in regex.finditer(r"\s+", text)]
+    if cuts:
+        return min(cuts, key=lambda cut: abs(2 * cut - len(text)))
     cut = len(text) // 2
     while cut + 1 < len(text) and unicodedata.category(text[cut])[0] == "M":
         cut += 1
