@@ -356,7 +356,8 @@ def _middle(text: str) -> int:
     """The place nearest to the middle of a text without outer white space where a word begins, else a letter."""
     cuts = [match.end() for match in regex.finditer(r"\s+", text)]
     if cuts:
-        return min(cuts, key=lambda cut: abs(2 * cut - len(text)))
+        middle: int = min(cuts, key=lambda cut: abs(2 * cut - len(text)))
+        return middle
     cut = len(text) // 2
     while cut + 1 < len(text) and unicodedata.category(text[cut])[0] == "M":
         cut += 1
