@@ -43,7 +43,7 @@ def verify(
         precision: Precision in which a library computes; default float32.
         device: Device of the model, `cpu` or `cuda`; default a GPU if there is one.
         min_cosine: Least cosine of a vector with that in `golden.json`.
-        timeout_seconds: Longest wait for each of the server's answers; default 60.
+        timeout_seconds: Longest time in which the server may send nothing; default 60.
         trust_code: Whether sentence-transformers may run the code in the directory.
         write: Whether to write `golden.json` instead, for a directory without it.
     """
