@@ -145,9 +145,22 @@ class LevelsRecipe(Recipe):
         return ("--levels", "quantiles", "--num-negatives", "4")
 
 
+@dataclass(frozen=True)
+class StagesRecipe(Recipe):
+    """A recipe of two stages whose second one has its own learning rate.
+
+    Args:
+        second_rate: Learning rate of the second stage.
+    """
+
+    second_rate: float = 5e-4
+
+
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, score the model, and keep the score of each query."""
-    recipe_class = LevelsRecipe if "order" in trial.settings else Recipe
+    # A recipe's key depends on its fields, so that new ones are in classes of their own.
+    classes: dict[str, type[Recipe]] = {"order": LevelsRecipe, "second_rate": StagesRecipe}
+    recipe_class = next((kind for name, kind in classes.items() if name in trial.settings), Recipe)
     workspace, recipe = Workspace(work, tiny), recipe_class(**trial.settings)  # type: ignore[arg-type]
     # What later trials share is not counted in this one's seconds.
     workspace.prepare(recipe)
@@ -353,16 +366,17 @@ def adapt(workspace: Workspace, model: str, num_steps: int, pairs: Path, output:
 def train(workspace: Workspace, recipe: Recipe, seed: int, losses: Losses, title: str) -> Embedder:
     """Train a model by a recipe, in one stage or two."""
     backbone, initial = workspace.backbone(recipe), None
-    stages = [(recipe.num_steps - recipe.first_steps, recipe.in_batch, False)]
+    last_rate = recipe.second_rate if isinstance(recipe, StagesRecipe) else recipe.learning_rate
+    stages = [(recipe.num_steps - recipe.first_steps, recipe.in_batch, False, last_rate)]
     if recipe.first_steps:
-        stages.insert(0, (recipe.first_steps, True, True))
-    for number, (num_steps, in_batch, retrieval_only) in enumerate(stages, 1):
+        stages.insert(0, (recipe.first_steps, True, True, recipe.learning_rate))
+    for number, (num_steps, in_batch, retrieval_only, learning_rate) in enumerate(stages, 1):
         module = NVEmbedModule(
             backbone,
             pooling_of(recipe),
             LORA if recipe.backbone == DECODER and recipe.num_steps else None,
             InfoNCE(temperature=recipe.temperature, in_batch_negatives="on" if in_batch else "off"),
-            **optimisation(recipe.learning_rate, num_steps),
+            **optimisation(learning_rate, num_steps),
             initial_model=initial,
             seed=seed,
         )

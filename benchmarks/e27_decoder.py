@@ -13,14 +13,14 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 
 from benchmarks.decoder_data import SIMILARITY, TESTS
-from benchmarks.decoder_trials import Recipe, compare, run_trial
+from benchmarks.decoder_trials import Recipe, StagesRecipe, compare, run_trial
 from benchmarks.docstring_trials import MODEL
 from benchmarks.trials import Trial, run_trials, sized, table, trial_parser
 from benchmarks.workloads import data_folder
 
 METRICS = [*TESTS, SIMILARITY, "validation", "CPU seconds"]
 CAUSAL, OPEN, ADAPTED = (Recipe(), Recipe(bidirectional=True), Recipe(bidirectional=True, mntp_steps=150))
-WHOLE = "MNTP, mask removed, latent"
+WHOLE, LAST = "MNTP, mask removed, latent", "MNTP, mask removed, last token"
 MAIN = {
     WHOLE: replace(ADAPTED, pooling="latent"),
     "causal, mean": CAUSAL,
@@ -59,6 +59,10 @@ MORE = {
     f"two stages, in-batch negatives in both{FAST}": replace(
         MAIN[WHOLE], negatives=True, first_steps=20, learning_rate=2e-3
     ),
+    f"two stages, 5e-4 in the second{FAST}": StagesRecipe(
+        **asdict(replace(MAIN[WHOLE], negatives=True, first_steps=20, in_batch=False, learning_rate=2e-3)),
+        second_rate=5e-4,
+    ),
     "one stage, no in-batch negatives": replace(MAIN[WHOLE], negatives=True, in_batch=False),
     # As many as in the paper.
     "one stage, seven negatives": replace(MAIN[WHOLE], negatives=7),
@@ -71,10 +75,19 @@ MORE = {
     "50 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=50),
     "500 steps of MNTP, mask removed, latent": replace(MAIN[WHOLE], mntp_steps=500),
     "mask removed, last token": replace(OPEN, pooling="last"),
-    "MNTP, mask removed, last token": replace(ADAPTED, pooling="last"),
+    LAST: replace(ADAPTED, pooling="last"),
     **{f"{name}, 3,840 pairs": replace(MAIN[name], num_pairs=3840, num_steps=120) for name in (WHOLE, "causal, mean")},
     # The most that the smallest of the five sets allows.
     f"{WHOLE}, 10,200 pairs": replace(MAIN[WHOLE], num_pairs=10200, num_steps=318),
+    f"{LAST}, 10,200 pairs{FAST}": replace(ADAPTED, pooling="last", learning_rate=2e-3, num_pairs=10200, num_steps=318),
+    **{
+        f"{name}, 3,840 pairs{FAST}": replace(MAIN[name], num_pairs=3840, num_steps=120, learning_rate=2e-3)
+        for name in (WHOLE, "causal, mean")
+    },
+    **{
+        f"{steps} steps of MNTP, mask removed, latent{FAST}": replace(MAIN[WHOLE], mntp_steps=steps, learning_rate=2e-3)
+        for steps in (50, 500)
+    },
 }
 MAIN_GAINS = [
     (WHOLE, "causal, mean"),
@@ -104,6 +117,10 @@ GAINS = [
     ("one stage, seven negatives", "one stage"),
     (f"{WHOLE}, 3,840 pairs", "causal, mean, 3,840 pairs"),
     (f"{WHOLE}, 10,200 pairs", "untrained, MiniLM"),
+    (f"two stages, 5e-4 in the second{FAST}", f"one stage{FAST}"),
+    (f"{LAST}, 10,200 pairs{FAST}", "untrained, MiniLM"),
+    (f"{WHOLE}, 3,840 pairs{FAST}", f"causal, mean, 3,840 pairs{FAST}"),
+    (f"{WHOLE}, 3,840 pairs{FAST}", "untrained, MiniLM"),
 ]
 
 
