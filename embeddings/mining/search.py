@@ -96,8 +96,8 @@ class ExactSearch:
     """The documents with the largest inner product with each query, of all documents.
 
     Products are in bfloat16 if a CPU supports it, in float16 on a GPU, else in float32; what may be among the best is
-    scored again in float32. On a GPU the documents stay if three quarters of the memory are enough; otherwise they are
-    read in every pass of queries.
+    scored again in float32, pair by pair. On a GPU the documents stay if three quarters of the memory are enough;
+    otherwise they are read in every pass of queries.
 
     Args:
         documents: Unit vectors.
@@ -131,17 +131,23 @@ class ExactSearch:
         """See `DocumentSearch`."""
         check_search(self.documents, query_QD, top_k)
         sizes, parts = self.sizes(len(query_QD), top_k), list[TopK]()
+        width = num_candidates(top_k, self._dtype) if self._dtype == torch.float32 else top_k
         starts = range(0, len(query_QD), sizes.pass_queries)
         with full_products(), torch.inference_mode():
             for start in progress_bar(None, "search", "pass", iterable=starts):
                 query_nD = torch.tensor(query_QD[start : start + sizes.pass_queries], device=self.device)
-                best = BestDocuments(len(query_nD), top_k, sizes.product_queries, self.device)
+                best = BestDocuments(len(query_nD), width, sizes.product_queries, self.device)
                 num_pairs = sizes.num_pairs if self.device.type == "cuda" else PAIRS
                 tiles = tracked(self._tiles(sizes), self.documents.num_rows, "search", "document", len)
                 parts.append(best_of_tiles(query_nD, tiles, best, self._dtype, num_pairs=num_pairs))
-        return TopK(
-            np.concatenate([part.score_QK for part in parts]), np.concatenate([part.index_QK for part in parts])
-        )
+        score_QC, row_QC = (np.concatenate(each) for each in zip(*parts, strict=True))
+        if self._dtype != torch.float32:
+            return TopK(score_QC, row_QC)
+        # The last bits of a product in float32 depend on how many queries share it.
+        query_P = np.repeat(np.arange(len(query_QD)), row_QC.shape[1])
+        score_QC = pair_scores(query_QD, query_P, row_QC.ravel(), self.documents).reshape(row_QC.shape)
+        order_QK = np.lexsort((row_QC, -score_QC), axis=1)[:, :top_k]
+        return TopK(np.take_along_axis(score_QC, order_QK, axis=1), np.take_along_axis(row_QC, order_QK, axis=1))
 
     def _tiles(self, sizes: SearchSizes) -> Iterator[Tensor]:
         if self._resident:

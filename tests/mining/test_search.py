@@ -76,6 +76,15 @@ def test_products_in_a_lower_dtype_change_no_result(exact, tmp_path):
     np.testing.assert_allclose(found.score_QK, np.take_along_axis(score_QN, found.index_QK, axis=1), atol=3e-7)
 
 
+def test_no_bit_of_a_score_depends_on_the_other_queries(exact, tmp_path):
+    search, queries = exact(shards(tmp_path, unit_vectors(300, 40), 99)), unit_vectors(50, 40, seed=1)
+    whole = search.search(queries, 20)
+    for size in (1, 3, 7):
+        parts = [search.search(queries[start : start + size], 20) for start in range(0, 50, size)]
+        np.testing.assert_array_equal(np.concatenate([part.score_QK for part in parts]), whole.score_QK)
+        np.testing.assert_array_equal(np.concatenate([part.index_QK for part in parts]), whole.index_QK)
+
+
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (2, "of length")])
 def test_an_invalid_document_vector_is_named(value, kind, tmp_path):
     documents = unit_vectors(10)
