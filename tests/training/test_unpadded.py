@@ -27,11 +27,13 @@ from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.test_unpadded import BACKBONES, POOLINGS
 from tests.modules.moe_modules import dense_folder, moe_module
-from tests.training.test_gradcache import REPLAYED, TOLERANCE
+from tests.training.test_gradcache import REPLAYED
 from tests.training.test_gradcache_two_ranks import under_ddp
 
 ENGINES = {"plain": None} | {name: GradCache(**REPLAYED[name]) for name in ("one text", "uneven", "half kept")}
 QUICK = ["plain", "uneven"]
+# Sums have other orders: up to 1.05e-6 in float32 on one of three kinds of CPU.
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 
 
 @pytest.fixture(autouse=True)
