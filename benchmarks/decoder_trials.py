@@ -40,6 +40,7 @@ from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, replaced
 from benchmarks.workloads import read_json_lines, small_embedder
 from embeddings.callbacks import ExportLanguageModel, ExportModel
 from embeddings.cli.main import main as command_line
+from embeddings.cli.trainer import mixed_precision
 from embeddings.common import TextSettings
 from embeddings.common.io import atomic_path, write_text
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
@@ -224,7 +225,9 @@ class Workspace:
                     adapt(self, name, recipe.mntp_steps, pairs, folder)
             name = str(folder)
         is_decoder = recipe.backbone == DECODER
-        return BackboneConfig(name, bidirectional=recipe.bidirectional, dtype="bfloat16" if is_decoder else "float32")
+        return BackboneConfig(
+            name, bidirectional=recipe.bidirectional, dtype=decoder_dtype() if is_decoder else "float32"
+        )
 
     def adapted(self, recipe: Recipe) -> Path:
         """The directory of the decoder after masked next-token prediction."""
@@ -332,12 +335,17 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
+def decoder_dtype() -> Literal["bfloat16", "float32"]:
+    """The dtype of the decoder's frozen weights: float32 on a CPU that would emulate bfloat16."""
+    return "bfloat16" if mixed_precision("cpu") == "bf16-mixed" else "float32"
+
+
 def adapt(workspace: Workspace, model: str, num_steps: int, pairs: Path, output: Path) -> None:
     """Remove a decoder's causal mask, train it to predict masked tokens of the positives of pairs, and write it."""
     losses = Losses()
     module = MaskedLMModule(
         "mntp",
-        BackboneConfig(model, bidirectional=True, dtype="bfloat16"),
+        BackboneConfig(model, bidirectional=True, dtype=decoder_dtype()),
         masking=Masking(MNTP_SHARE, 1.0, 0.0, mask_token="a" if workspace.tiny else "_"),
         lora=LORA,
         separate_documents=True,
@@ -420,11 +428,11 @@ def fit(
     num_steps: int,
     callbacks: Sequence[L.Callback],
 ) -> None:
-    """Train a model on the CPU in bfloat16, without progress bars; whole batches fit into memory."""
+    """Train a model on the CPU by `mixed_precision`, without progress bars; whole batches fit into memory."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.Trainer(
         accelerator="cpu",
-        precision="bf16-mixed",
+        precision=mixed_precision("cpu"),
         max_steps=num_steps,
         gradient_clip_val=1.0,
         callbacks=list(callbacks),

@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import Logger
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from benchmarks.workloads import data_folder, read_json_lines, small_embedder
 from embeddings.callbacks import ExportModel, GradCacheCallback
+from embeddings.cli.trainer import mixed_precision
 from embeddings.common.io import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.docstrings import prepare_docstrings
@@ -294,11 +295,11 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
     logger: Logger | None = None,
 ) -> None:
-    """Train a model on the CPU in bfloat16 with GradCache, without progress output."""
+    """Train a model on the CPU by `mixed_precision` with GradCache, without progress output."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.Trainer(
         accelerator="cpu",
-        precision="bf16-mixed",
+        precision=mixed_precision("cpu"),
         max_steps=num_steps,
         gradient_clip_val=1.0,
         callbacks=[GradCacheCallback(mini_batch_tokens=1024 if not workspace.tiny else 256, kept_gib=4), *callbacks],

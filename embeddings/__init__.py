@@ -8,7 +8,7 @@ from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.callbacks import ExportModel, GradCacheCallback, RetrievalEvaluation
-    from embeddings.cli.trainer import Trainer
+    from embeddings.cli.trainer import Trainer, mixed_precision
     from embeddings.common import TextSettings
     from embeddings.data import EmbeddingDataModule, SourceConfig, source_from_rows
     from embeddings.inference import Encoder
@@ -36,6 +36,7 @@ __all__ = [
     "SourceConfig",
     "TextSettings",
     "Trainer",
+    "mixed_precision",
     "source_from_rows",
 ]
 

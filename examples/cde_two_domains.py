@@ -62,7 +62,9 @@ def main(
     data = emb.EmbeddingDataModule(sources, text=text, sampler=sampler, batch_size=batch_size, num_negatives=0)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=1024), emb.ExportModel(f"{output}/model", replace=True)]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    L.Trainer(max_steps=steps, devices=1, precision="bf16-mixed", callbacks=callbacks, **quiet).fit(module, data)
+    L.Trainer(max_steps=steps, devices=1, precision=emb.mixed_precision(), callbacks=callbacks, **quiet).fit(
+        module, data
+    )
 
     encoder = emb.Encoder.from_pretrained(f"{output}/model")
     documents = {name: [pair["positive"] for pair in pairs] for name, pairs in held_out.items()}

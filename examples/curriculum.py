@@ -56,7 +56,7 @@ def main(
     export = emb.ExportModel(f"{output}/model", query_max_length=128, document_max_length=128, replace=True)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=1024), export]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    L.Trainer(max_epochs=1, devices=1, precision="bf16-mixed", callbacks=callbacks, **quiet).fit(module, data)
+    L.Trainer(max_epochs=1, devices=1, precision=emb.mixed_precision(), callbacks=callbacks, **quiet).fit(module, data)
     for name, place in (("before", model), ("after", f"{output}/model")):
         result = evaluate_folder(emb.Encoder.from_pretrained(place), folder)
         print(f"{name:8}nDCG@10 {result.metrics['ndcg_at_10']:.3f}")

@@ -31,9 +31,10 @@ def main(
 ) -> None:
     """Train LoRA matrices for `model` on the file `pairs`, score it on the folder `validation`, write to `output`."""
     L.seed_everything(0)
+    precision = emb.mixed_precision()
     module = emb.NVEmbedModule(
-        # The frozen weights can be in half precision; the LoRA matrices are trained in float32.
-        emb.BackboneConfig(model, dtype="bfloat16"),
+        # The frozen weights are in the precision of the products; the LoRA matrices are trained in float32.
+        emb.BackboneConfig(model, dtype="bfloat16" if precision == "bf16-mixed" else "float32"),
         LastTokenPooling,  # with a causal mask only the last token attends to the whole text
         lora=emb.LoraSettings(rank=16, alpha=32, dropout=0.05),
         loss=emb.InfoNCE(temperature=0.05),
@@ -58,7 +59,7 @@ def main(
     before = evaluate_folder(emb.Encoder(module.embedder), validation)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=2048), emb.ExportModel(output, replace=True)]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    L.Trainer(max_epochs=1, devices=1, precision="bf16-mixed", callbacks=callbacks, **quiet).fit(module, data)
+    L.Trainer(max_epochs=1, devices=1, precision=precision, callbacks=callbacks, **quiet).fit(module, data)
     after = evaluate_folder(emb.Encoder.from_pretrained(output), validation)
     print(f"nDCG@10 before {before.metrics['ndcg_at_10']:.3f}, after {after.metrics['ndcg_at_10']:.3f}")
 

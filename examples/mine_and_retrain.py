@@ -37,7 +37,7 @@ def train(start: str, source: emb.SourceConfig, output: str, steps: int, num_neg
     export = emb.ExportModel(output, query_max_length=128, document_max_length=128, replace=True)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=1024), export]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    L.Trainer(max_epochs=1, devices=1, precision="bf16-mixed", callbacks=callbacks, **quiet).fit(module, data)
+    L.Trainer(max_epochs=1, devices=1, precision=emb.mixed_precision(), callbacks=callbacks, **quiet).fit(module, data)
 
 
 def main(

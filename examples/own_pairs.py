@@ -55,7 +55,7 @@ def main(pairs: str, output: str, model: str = "all-MiniLM-L6-v2", epochs: int =
     data = emb.EmbeddingDataModule([source], text=text, batch_size=batch_size, num_negatives=3)
     callbacks = [emb.GradCacheCallback(mini_batch_tokens=8192), emb.ExportModel(output, replace=True)]
     # Lightning's trainer with the run record, checkpoints, metrics and checks of `fit`.
-    trainer = emb.Trainer(callbacks, max_epochs=epochs, devices=1, precision="bf16-mixed", log_every_n_steps=1)
+    trainer = emb.Trainer(callbacks, max_epochs=epochs, devices=1, precision=emb.mixed_precision(), log_every_n_steps=1)
     trainer.fit(module, data)
     after = evaluate_folder(emb.Encoder.from_pretrained(output), folder / "validation")
     print(f"nDCG@10 before {before.metrics['ndcg_at_10']:.3f}, after {after.metrics['ndcg_at_10']:.3f}")

@@ -37,7 +37,7 @@ def main(data: str, output: str, steps: int = 36, batch_size: int = 32) -> None:
         emb.ExportModel(output, document_max_length=128, query_max_length=128),
     ]
     # Lightning's trainer with the run record, checkpoints, metrics and checks of `fit`.
-    trainer = emb.Trainer(callbacks, max_epochs=1, precision="bf16-mixed", log_every_n_steps=1)
+    trainer = emb.Trainer(callbacks, max_epochs=1, precision=emb.mixed_precision(), log_every_n_steps=1)
     trainer.fit(module, pairs)
 
     encoder = emb.Encoder.from_pretrained(output)

@@ -40,6 +40,7 @@ from embeddings.cli.trainer import (
     checks_before_model,
     choose_folder,
     known_accelerator,
+    mixed_precision,
     print_to_stderr,
     set_up_trainer,
 )
@@ -115,6 +116,8 @@ class TrainerCLI(LightningCLI):
     command, summary = "fit", "Train a model."
     # Whether the run is only checked, possibly on a machine without its hardware.
     only_checks = False
+    # Whether the run, or its check, is about this machine.
+    runs_here = True
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our options to Lightning's; `--recipe` is for the help only, `expand_recipe` has replaced it."""
@@ -167,6 +170,8 @@ class TrainerCLI(LightningCLI):
             use_stand_in(changes, Path(folder))
         if run_dir is not None:
             place_run(self.config.trainer, Path(run_dir))
+        if self.runs_here:
+            avoid_emulation(changes)
         for line in changes.lines:
             print_to_stderr(f"changed {line}")
 
@@ -269,7 +274,7 @@ class Checked(Exception):
 class CheckingCLI(TrainerCLI):
     """`fit` until its arguments are checked; then it raises `Checked`."""
 
-    only_checks = True
+    only_checks, runs_here = True, False
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
@@ -535,6 +540,23 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
         for option, limit in _CALLBACKS.items() if callback.get("init_args") is not None else ():
             changes.lower(option, limit, callback)
     move_exports(changes, folder)
+
+
+def avoid_emulation(changes: Changes) -> None:
+    """Train in float32 on a CPU that would emulate products in bfloat16, unless the command line names a precision."""
+    trainer = changes.run.trainer
+    precision = mixed_precision(trainer.accelerator)
+    if trainer.precision != "bf16-mixed" or precision == trainer.precision:
+        return
+    changes.set("trainer.precision", precision)
+    if trainer.precision == precision:
+        changes.lines[-1] += (
+            ", as this CPU has no products in bfloat16; --trainer.precision on the command line is kept"
+        )
+        for name in module_class(changes.run).backbones:
+            backbone = changes.run.model.init_args.get(name)
+            if backbone is not None and backbone.dtype == "bfloat16" and backbone.quantization is None:
+                changes.set(f"model.init_args.{name}.dtype", "float32")
 
 
 def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | None) -> None:

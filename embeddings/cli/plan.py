@@ -19,7 +19,16 @@ from lightning.pytorch.cli import LightningArgumentParser
 from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
 from embeddings.callbacks.gradcache import KEPT_FRACTION, free_memory_bytes
 from embeddings.callbacks.run_record import run_logger
-from embeddings.cli.fit import Changes, Checked, CheckingCLI, TrainerCLI, module_class, run_trainer, use_tiny_model
+from embeddings.cli.fit import (
+    Changes,
+    Checked,
+    CheckingCLI,
+    TrainerCLI,
+    avoid_emulation,
+    module_class,
+    run_trainer,
+    use_tiny_model,
+)
 from embeddings.cli.trainer import print_to_stderr, start_checks
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.checkpoint_file import peek_checkpoint
@@ -115,11 +124,16 @@ def plan(argv: Sequence[str]) -> None:
             raise OptionError(name, value, "must be > 0", "leave it out for the default")
     if options["peak_share"] > 1:
         raise OptionError("peak_share", options["peak_share"], "must be <= 1", "0.4 is usual if data is no bottleneck")
+    on_cpu = GPU_OPTIONS.isdisjoint(given) and is_for_cpu(run.trainer)
+    if on_cpu:
+        avoid_emulation(changes := Changes(run, argv))
+        for line in changes.lines:
+            print_to_stderr(f"changed {line}")
     print_to_stderr("building the model without its weights")
     with TemporaryDirectory() as folder:
         module = build(parser, run, options["model_config"], Path(folder))
     setting = setting_of(run, options["gpus"])
-    hardware = hardware_of(run, setting, options, given)
+    hardware = hardware_of(setting, options, given, on_cpu)
     memory = hardware.memory if hardware.memory < float("inf") else 0.0
     is_gpu = hardware.kind == "GPU"
     tokens = (is_gpu and gradcache_options(run).get("gpu_mini_batch_tokens")) or setting.mini_batch_tokens
@@ -166,14 +180,17 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
     return module
 
 
-def hardware_of(run: Any, setting: Setting, options: dict[str, Any], given: Collection[str]) -> Hardware:
-    """The run's hardware: this machine's CPU if the run would use it and no option describes GPUs."""
-    trainer = run.trainer
+def is_for_cpu(trainer: Any) -> bool:
+    """Whether the run would use this machine's CPU."""
     is_small = trainer.num_nodes == 1 and (num_devices(trainer.devices) or 1) == 1
     without_gpu = trainer.accelerator == "auto" and is_small and not torch.accelerator.is_available()
-    if GPU_OPTIONS.isdisjoint(given) and (trainer.accelerator == "cpu" or without_gpu):
-        shares = (options["peak_share"],) if "peak_share" in given else CPU_SHARES[::-1]
-        return this_cpu(setting, shares)
+    return trainer.accelerator == "cpu" or without_gpu
+
+
+def hardware_of(setting: Setting, options: dict[str, Any], given: Collection[str], on_cpu: bool) -> Hardware:
+    """The run's hardware: this machine's CPU, or GPUs by the options."""
+    if on_cpu:
+        return this_cpu(setting, (options["peak_share"],) if "peak_share" in given else CPU_SHARES[::-1])
     memory, rate = options["gpu_memory_gb"] * GB, options["peak_tflops"] * 1e12
     return Hardware("GPU", options["gpu"], memory, rate, (options["peak_share"],))
 

@@ -42,6 +42,7 @@ from embeddings.common.protocols import KeepsArguments, RunData, as_config, run_
 from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
+from embeddings.inference.encoder import has_native_bfloat16
 from embeddings.losses import InfoNCE
 from embeddings.losses.info_nce import scores_at_once
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
@@ -291,6 +292,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
                 rule, hint = "would not keep to the optimiser and its schedule", "use lora, or EMAWeightAveraging"
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
         check_compiler(self, strategy.root_device)
+        device = strategy.root_device
+        if device.type == "cpu" and precision.startswith("bf16") and not has_native_bfloat16(device):
+            logger.warning("trainer.precision %s: this CPU emulates bfloat16, 32-true is many times as fast", precision)
 
     def _loss_scaler(self) -> Any:
         plugin = self.trainer.precision_plugin

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, held_messages, run_trainer
@@ -193,6 +194,50 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     assert code == 0
     # The stand-in has the architecture of the model on the command line.
     assert change.startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bfloat16", "on_command_line"),
+    [
+        ("bf16-mixed", False, False),
+        ("bf16-mixed", False, True),
+        ("bf16-mixed", True, False),
+        ("bf16-true", False, False),
+    ],
+)
+def test_a_cpu_that_emulates_bfloat16_trains_in_float32_unless_the_command_line_says_otherwise(
+    precision: str, has_bfloat16: bool, on_command_line: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: has_bfloat16)
+    config = run_config(tmp_path, "mistral")
+    config["trainer"] |= {"precision": precision, "max_steps": 2}
+    config["model"]["init_args"]["backbone"]["dtype"] = "bfloat16"
+    config["model"]["init_args"]["lora"] = {"rank": 2}
+    chosen = []
+    monkeypatch.setattr(
+        "embeddings.cli.fit.TrainerCLI.run_command",
+        lambda run: chosen.append((run.trainer.precision, {weight.dtype for weight in run.model.parameters()})),
+    )
+    words = [f"--trainer.precision={precision}"] if on_command_line else []
+    run_trainer(["fit", "--config", write_config(tmp_path, config), *words])
+    changes = precision == "bf16-mixed" and not has_bfloat16 and not on_command_line
+    dtypes = {torch.float32} if changes else {torch.float32, torch.bfloat16}
+    assert chosen == [("32-true" if changes else precision, dtypes)]
+
+
+def test_the_check_of_a_run_says_that_it_would_train_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: False)
+    code, changes = small(
+        tmp_path,
+        capsys,
+        "--check",
+        "--config",
+        write_config(tmp_path, {"trainer": {"precision": "bf16-mixed"}}, "half.yaml"),
+    )
+    assert (code, len(changes)) == (0, 1)
+    assert changes[0].startswith("trainer.precision: bf16-mixed -> 32-true, as this CPU has no products in bfloat16")
 
 
 @pytest.mark.parametrize(

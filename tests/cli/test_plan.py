@@ -84,22 +84,31 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "precision"), [pytest.param("cpu", "32-true", marks=pytest.mark.slow), ("auto", "bf16-mixed")]
+    ("accelerator", "precision", "has_bfloat16"),
+    [
+        pytest.param("cpu", "32-true", True, marks=pytest.mark.slow),
+        ("auto", "bf16-mixed", True),
+        pytest.param("auto", "bf16-mixed", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_on_this_cpu_is_planned_by_its_measured_rate_and_free_memory(
     accelerator: str,
     precision: str,
+    has_bfloat16: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(plan_module, "free_memory_bytes", lambda device: 3 * 10**9)
+    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: has_bfloat16)
     rates = {torch.float32: 40e9, torch.bfloat16: 90e9}
     monkeypatch.setattr(plan_module, "product_rate", rates.__getitem__)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     config = ["--config", small(tmp_path, accelerator=accelerator, precision=precision)]
     table = planned(capsys, *config, "--pairs=100", hardware="")
+    # As `fit` would.
+    precision = precision if has_bfloat16 else "32-true"
     is_half = precision != "32-true"
     measured = "40 GFLOP/s measured in float32" + " and 90 in bfloat16" * is_half
     assert table["CPU"] == f"2 cores of this CPU, {measured}; {precision}"

@@ -17,7 +17,7 @@ from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.parser import CONFIGS
-from embeddings.cli.trainer import known_accelerator
+from embeddings.cli.trainer import known_accelerator, mixed_precision
 from embeddings.common import TextSettings
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import LatentAttentionPooling
@@ -59,6 +59,39 @@ def test_auto_is_a_cuda_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_cuda, expected in ((False, ["cpu", "gpu"]), (True, ["auto", "gpu"])):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
         assert list(map(known_accelerator, ("auto", "gpu"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "has_cuda", "has_bfloat16", "expected"),
+    [
+        ("auto", False, False, "32-true"),
+        ("cpu", True, False, "32-true"),
+        ("auto", False, True, "bf16-mixed"),
+        ("auto", True, False, "bf16-mixed"),
+        ("gpu", False, False, "bf16-mixed"),
+    ],
+)
+def test_only_a_cpu_without_bfloat16_products_computes_in_float32(
+    accelerator: str, has_cuda: bool, has_bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: has_bfloat16)
+    assert mixed_precision(accelerator) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bfloat16"), [("bf16-mixed", False), ("bf16-mixed", True), ("32-true", False)]
+)
+def test_a_run_in_emulated_bfloat16_warns(
+    precision: str,
+    has_bfloat16: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("embeddings.modules.base.has_native_bfloat16", lambda device: has_bfloat16)
+    trainer(tmp_path, 1, precision=precision).fit(*parts(tmp_path))
+    assert ("this CPU emulates bfloat16" in caplog.text) is (precision == "bf16-mixed" and not has_bfloat16)
 
 
 def weights(module: L.LightningModule) -> dict[str, torch.Tensor]:
