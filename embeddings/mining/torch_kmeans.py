@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embeddings.common.progress import progress_bar
-from embeddings.inference.search import BestDocuments, TopK, best_of_tiles
+from embeddings.inference.search import TileSearch, TopK
 from embeddings.mining.search import full_products
 
 Floats = NDArray[np.float32]
@@ -102,10 +102,11 @@ class DeviceCentroids:
         """The scores and rows of the `count` centroids with the largest inner products, (n, count) each."""
         with torch.inference_mode(), full_products():
             vector_ND = torch.tensor(vectors, device=self._tiles[0].device)
-            chunk = max(1, _TILE_SCORES // len(self._tiles[0]) // 2)
-            best = BestDocuments(len(vectors), count, chunk, vector_ND.device)
-            dtype = _product_dtype(vector_ND.device)
-            return best_of_tiles(vector_ND, self._tiles, best, dtype, num_pairs=_CHUNK_ROWS)
+            chunk, dtype = max(1, _TILE_SCORES // len(self._tiles[0]) // 2), _product_dtype(vector_ND.device)
+            best = TileSearch(vector_ND, count, chunk, dtype, num_pairs=_CHUNK_ROWS)
+            for tile_TD in self._tiles:
+                best.add_tile(tile_TD)
+            return best.result()
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
