@@ -478,10 +478,14 @@ def cluster_pairs(
             runs.run(train, task, take_over=True)
             best, num_shards = _best_run(runs), -(-features.num_rows // settings.shard_size)
             assigning = ShardedJob(work / "assignments", {"kind": "assignments", **fields}, num_shards)
-            assign = partial(_assign, features, best.centroids, settings)
-            assigning.run(
-                assign, task, rows=partial(shard_rows, shard_size=settings.shard_size, num_rows=features.num_rows)
-            )
+            rows = partial(shard_rows, shard_size=settings.shard_size, num_rows=features.num_rows)
+
+            def assign(shard: int, path: Path) -> None:
+                starts = progress_bar(None, "assigning rows", "block", iterable=rows(shard)[::_BLOCK])
+                blocks = (features.rows(np.arange(start, min(start + _BLOCK, rows(shard).stop))) for start in starts)
+                save_array(path, nearest_centroids(blocks, best.centroids, settings.library))
+
+            assigning.run(assign, task, rows=rows)
             if assigning.missing():
                 return None
             job.finish(partial(_merge, job, assigning, best, settings))
@@ -518,13 +522,6 @@ def _best_run(runs: ShardedJob) -> KMeans:
 
     with load_shard(max(map(runs.path, range(runs.num_shards)), key=objective)) as best:
         return KMeans(best["centroids"], float(best["objective"]))
-
-
-def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:
-    row_N = np.array(shard_rows(shard, settings.shard_size, features.num_rows))
-    starts = progress_bar(None, "assigning rows", "block", iterable=range(0, len(row_N), _BLOCK))
-    blocks = (row_N[start : start + _BLOCK] for start in starts)
-    save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.library) for b in blocks]))
 
 
 def _merge(job: JobFolder, assigning: ShardedJob, best: KMeans, settings: ClusterSettings) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
         return train(sample_nD, num_lists)
     num_groups = num_lists // CENTROIDS_PER_GROUP
     step = max(1, len(sample_nD) // (num_groups * SAMPLE_PER_GROUP))
-    group_n = nearest_centroids(sample_nD, train(np.ascontiguousarray(sample_nD[::step]), num_groups))
+    group_n = nearest_centroids([sample_nD], train(np.ascontiguousarray(sample_nD[::step]), num_groups))
     order_n, size_G = np.argsort(group_n, kind="stable"), np.bincount(group_n, minlength=num_groups)
     lists_G = np.diff(np.cumsum(size_G) * num_lists // len(sample_nD), prepend=0)
     parts = np.split(order_n, np.cumsum(size_G)[:-1])

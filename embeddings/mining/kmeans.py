@@ -1,5 +1,6 @@
 """Spherical k-means and nearest centroids: on a CPU by torch and grouped lists, on a GPU by torch or faiss."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,17 +149,14 @@ def num_duplicates(centroids: NDArray[np.float32]) -> int:
     return len(centroids) - len(np.unique(np.round(centroids, 5), axis=0))
 
 
-def nearest_centroids(
-    vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: GpuLibrary | None = None
-) -> NDArray[np.int32]:
-    """The index of the centroid with the largest inner product with each vector, (n,) int32.
+def nearest_centroids(blocks: Iterable[Floats], centroids: Floats, gpu: GpuLibrary | None = None) -> NDArray[np.int32]:
+    """The index of the centroid with the largest inner product with each vector of consecutive arrays, (n,) int32.
 
     Exact on a GPU and for up to 8,192 centroids; more are compared in groups (see `NearestCentroids`).
     """
     index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    nearest = [index.search(vectors[start : start + size], 1)[1][:, 0] for start in range(0, len(vectors), size)]
-    return np.concatenate([np.empty(0, np.int64), *nearest]).astype(np.int32)
+    parts = (block[start : start + size] for block in blocks for start in range(0, len(block), size))
+    return np.concatenate([index.search(part, 1)[1][:, 0] for part in parts]).astype(np.int32)
 
 
 def neighbour_lists(

@@ -92,7 +92,7 @@ def test_two_runs_are_equal_to_the_bit(cut):
 def test_the_library_searches_centroids_in_torch_as_with_faiss(count, width, cut, monkeypatch):
     monkeypatch.setattr(torch_kmeans, "DeviceCentroids", lambda centroids, _: DeviceCentroids(centroids, "cpu"))
     centroids, vectors = unit_vectors(count), unit_vectors(90, seed=7)
-    assert nearest_centroids(vectors, centroids, "torch").tolist() == nearest_centroids(vectors, centroids).tolist()
+    assert nearest_centroids([vectors], centroids, "torch").tolist() == nearest_centroids([vectors], centroids).tolist()
     assert neighbour_lists(centroids, width, "torch").tolist() == nearest_lists(centroids, width).tolist()
 
 
@@ -131,4 +131,4 @@ def test_a_gpu_assigns_by_products_in_float16_and_sums_in_float32(resident):
     assert found[2] == pytest.approx(expected[2], abs=1e-5)
     again = DeviceVectors(vectors, "cuda", resident).round(centroids, int)
     np.testing.assert_array_equal(found[0], again[0])
-    assert nearest_centroids(vectors, centroids, "torch").tolist() == nearest_centroids(vectors, centroids).tolist()
+    assert nearest_centroids([vectors], centroids, "torch").tolist() == nearest_centroids([vectors], centroids).tolist()
