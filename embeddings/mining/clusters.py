@@ -32,11 +32,13 @@ from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, wr
 from embeddings.data.store import CachedSource
 from embeddings.inference.bm25 import UNSPACED
 from embeddings.inference.encoder import unit_rows
-from embeddings.mining.faiss_library import GpuLibrary, check_gpu, faiss_version
+from embeddings.mining.faiss_library import faiss_version
 from embeddings.mining.kmeans import (
     NUM_ITERATIONS,
     NUM_RUNS,
+    GpuLibrary,
     KMeans,
+    check_gpu,
     check_num_clusters,
     kmeans_run,
     nearest_centroids,

@@ -123,12 +123,9 @@ def test_an_invalid_vector_is_named_by_its_row(value, kind):
         ({"num_clusters": 0}, "num_clusters must be >= 1"),
         ({"num_iterations": 0}, "num_iterations must be >= 1"),
         ({"num_runs": 0}, "num_runs must be >= 1"),
-        ({"gpu": True}, "gpu needs"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options, message):
-    if options.get("gpu") and faiss.get_num_gpus():
-        pytest.skip("there is a GPU")
     refused(OptionError, message, spherical_kmeans, unit_vectors(20), **{"num_clusters": 2, **options})
 
 
