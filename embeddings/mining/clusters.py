@@ -45,7 +45,9 @@ from embeddings.mining.kmeans import (
     neighbour_lists,
     num_duplicates,
 )
+from embeddings.mining.pair_index import Int64s
 from embeddings.mining.pair_vectors import PairVectors
+from embeddings.mining.search import Floats
 
 CLUSTER_SIZE = 512
 # As faiss's max_points_per_centroid.
@@ -56,8 +58,6 @@ _CENTROID_COPIES, _BYTES_PER_VECTOR = 4, 24
 # faiss warns about fewer vectors per cluster.
 _MIN_VECTORS_PER_CLUSTER = 39
 
-Int64s = NDArray[np.int64]
-Vectors = NDArray[np.float32]
 # The name of a row of the source in messages.
 RowName = Callable[[int], str]
 
@@ -86,20 +86,19 @@ class PairFeatures(ABC):
         """The arrays that are fitted to the rows, by name."""
 
     @abstractmethod
-    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         """The query features and the document features of some rows, (n, d) float32 each."""
 
-    def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first."""
-        sides = self.sides(rows)
-        return self._joined(sides[::-1] if swapped else sides, rows)
+    def rows(self, rows: Int64s) -> Floats:
+        """The features of ascending rows, (n, embedding_dim) float32, unit rows."""
+        return self._joined(self.sides(rows), rows)
 
-    def both_orders(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def both_orders(self, rows: Int64s) -> tuple[Floats, Floats]:
         """The features of ascending rows with the query first, and with the document first, from one reading."""
         sides = self.sides(rows)
         return self._joined(sides, rows), self._joined(sides[::-1], rows)
 
-    def _joined(self, sides: tuple[Vectors, Vectors], rows: Int64s) -> Vectors:
+    def _joined(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
         return unit_features(np.concatenate(sides, axis=1), rows, self.row_name)
 
 
@@ -146,12 +145,12 @@ class VectorFeatures(PairFeatures):
         _, axes = np.linalg.eigh(moments)
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
 
-    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         vectors, index = self._vectors, self._vectors.index
         documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
         return vectors.query_shards.take(rows), vectors.document_shards.take(documents)
 
-    def _joined(self, sides: tuple[Vectors, Vectors], rows: Int64s) -> Vectors:
+    def _joined(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
         vectors = super()._joined(sides, rows)
         if self._svd_dim is None:
             return vectors
@@ -165,7 +164,7 @@ def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
-def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName = "row {}".format) -> Vectors:
+def unit_features(vectors: Floats, rows: Int64s, row_name: RowName = "row {}".format) -> Floats:
     """The vectors of some rows at unit length, (n, d) float32; an `InputError` names a zero or non-finite row."""
     length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
     invalid = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
@@ -251,7 +250,7 @@ class Bm25Features(PairFeatures):
         axes[:, :num_axes] = fitted if is_all else _extended_axes(weights, fitted)
         return {**learned, "axes": axes}
 
-    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         assert self.learned is not None
         axes = self.learned["axes"]
         weights = (_bm25_weights(_term_counts(texts), self.learned) for texts in self._texts(rows))
@@ -496,7 +495,7 @@ def cluster_pairs(
     return ClusterFolder(output)
 
 
-def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:
+def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Floats:
     """Both orders of the rows to train on, one order after the other, (2n, d) float32."""
     max_rows = settings.max_training_rows or features.num_rows
     rows = sample_rows(features.num_rows, max_rows, derive_seed(settings.seed, "training rows"))

@@ -45,7 +45,7 @@ from embeddings.mining.duplicates import (
     find_contaminated,
     find_duplicates,
 )
-from embeddings.mining.pair_index import concatenated_ranges
+from embeddings.mining.pair_index import Int64s, concatenated_ranges
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
 from embeddings.mining.search import pair_scores
 
@@ -62,7 +62,6 @@ NOT_RANKED = -1
 # The scores of a tile stay in the cache of a CPU. A GPU multiplies this many tiles at once.
 _QUERY_TILE, _DOCUMENT_TILE, _GPU_TILES = 1024, 1024, 16
 _SHARD_PAIRS = 1 << 31
-_Int64s = npt.NDArray[np.int64]
 
 
 class Segments:
@@ -97,7 +96,7 @@ class Segments:
         segment, block = self.blocks[shard]
         return self._segments[segment][1][block]
 
-    def members(self, segment: int) -> _Int64s:
+    def members(self, segment: int) -> Int64s:
         """The rows of a segment, in order, computed without the other segments."""
         row_n, positions = self._segments[segment]
         order = KeyedPermutation(len(row_n), derive_seed(self._seed, "segments"))

@@ -13,15 +13,14 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges, find
+from embeddings.mining.pair_index import Int64s, KnownPositives, PairIndex, concatenated_ranges, find
+from embeddings.mining.search import Floats
 
 Choice = Literal["top", "random"]
 
 REASONS = ("own_positive", "own_text", "duplicate_text", "outside_ranks", "margin", "absolute_margin")
 
-Floats = npt.NDArray[np.float32]
 Int8s = npt.NDArray[np.int8]
-Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 

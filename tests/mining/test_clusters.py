@@ -63,8 +63,7 @@ def test_both_orders_are_trained_on_and_the_best_run_is_kept(features, source, t
     folder = cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     assert len({found.objective for found in runs}) == 3
     assert (folder.centroids == max(runs, key=lambda found: found.objective).centroids).all()
-    plain, swapped = features.rows(np.arange(60)), features.rows(np.arange(60), swapped=True)
-    assert (trained[0] == np.concatenate([plain, swapped])).all()
+    assert (trained[0] == np.concatenate(features.both_orders(np.arange(60)))).all()
     assert trained[0] is trained[2]
     cluster_pairs(features, source, tmp_path / "few", ClusterSettings(num_clusters=5, max_training_rows=7, num_runs=1))
     assert trained[-1].shape == (14, 16)

@@ -38,7 +38,8 @@ def test_a_feature_is_query_and_first_positive_side_by_side_in_either_order(shar
     made, (queries, documents) = fitted(vectors), sides(vectors)
     assert (made.num_rows, made.embedding_dim) == (60, 16)
     rows = np.array([0, 3, 17, 18, 59])
-    plain, swapped = made.rows(rows), made.rows(rows, swapped=True)
+    plain, swapped = made.both_orders(rows)
+    np.testing.assert_array_equal(made.rows(rows), plain)
     np.testing.assert_allclose(plain, np.concatenate([queries, documents], axis=1)[rows] / 2**0.5, atol=1e-6)
     np.testing.assert_allclose(swapped, np.concatenate([documents, queries], axis=1)[rows] / 2**0.5, atol=1e-6)
     assert plain.dtype == np.float32
