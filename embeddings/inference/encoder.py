@@ -508,6 +508,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def model_fields(encoder: Encoder) -> dict[str, str]:
+    """What determines a model's vectors, for manifests."""
+    return {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}
+
+
 # Config fields that do not affect vectors: the origin, and settings that each process chooses.
 IRRELEVANT_FIELDS = (
     *("_name_or_path", "_attn_implementation", "_experts_implementation", "architectures", "auto_map"),
@@ -518,7 +523,7 @@ _CALL_STATE = ("truncation", "padding")
 
 
 def embedder_sha256(encoder: Encoder) -> str:
-    """A hash of everything that affects a model's vectors, except its dtype: the caller stores the precision."""
+    """A hash of everything that affects a model's vectors, except its dtype."""
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
     pooling |= {"similarity": "dot"} if embedder.compares_lengths else {}

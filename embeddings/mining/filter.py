@@ -33,7 +33,7 @@ from embeddings.data.near_duplicates import NearDuplicates, Shingle
 from embeddings.data.records import LabelledText, is_json_lines, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
-from embeddings.inference.encoder import embedder_sha256
+from embeddings.inference.encoder import model_fields
 from embeddings.mining.duplicates import (
     COPY,
     EQUAL,
@@ -418,8 +418,7 @@ def _manifest_fields(
         "num_records": len(source.table),
         "rules": {**asdict(rules), **prompts},
         "evaluation": None if decontaminator is None else decontaminator.fields,
-        "model_sha256": None if encoder is None else embedder_sha256(encoder),
-        "precision": None if encoder is None else str(encoder.dtype).removeprefix("torch."),
+        **({"model_sha256": None, "precision": None} if encoder is None else model_fields(encoder)),
     }
 
 

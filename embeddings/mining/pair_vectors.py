@@ -18,7 +18,7 @@ from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
-from embeddings.inference.encoder import embedder_sha256, unit_rows
+from embeddings.inference.encoder import model_fields, unit_rows
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder, VectorShards, on_devices, parse_devices
 from embeddings.mining.pair_index import Int64s, PairIndex, find, index_pairs
 
@@ -184,8 +184,7 @@ def encode_pairs(
     require_shard_size(shard_size)
     assert index is None or (corpus is None and not negatives)
     encoder.embedder.require_directions("model", encoder.origin, "mining")
-    precision = str(encoder.dtype).removeprefix("torch.")
-    model = {"model_sha256": embedder_sha256(encoder), "precision": precision, "embedding_dim": encoder.embedding_dim}
+    model = {**model_fields(encoder), "embedding_dim": encoder.embedding_dim}
     sides = []
     encoded, prompt_names = encoded or EncodedTexts(), (query_prompt_name, document_prompt_name)
     for role, prompt_name, path in zip(_FOLDERS, prompt_names, (encoded.queries, encoded.documents), strict=True):
