@@ -164,7 +164,7 @@ def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
-def unit_features(vectors: Floats, rows: Int64s, row_name: RowName = "row {}".format) -> Floats:
+def unit_features(vectors: Floats, rows: Int64s, row_name: RowName) -> Floats:
     """The vectors of some rows at unit length, (n, d) float32; an `InputError` names a zero or non-finite row."""
     length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
     invalid = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))

@@ -296,18 +296,18 @@ def build_index(
     return VectorIndex.open(folder)
 
 
-def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
-    """The share of documents' nearest neighbours that an index finds.
+def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200) -> float:
+    """The share of documents' ten nearest neighbours that an index finds.
 
     The queries are up to `num_queries` documents, spread evenly over the folder; each query's own row is excluded.
     """
     row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
-    exact = search_top_k(query_QD, _with_progress(folder, "measuring recall"), top_k + 1).index_QK.tolist()
-    approximate = index.search(query_QD, top_k + 1).index_QK.tolist()
+    exact = search_top_k(query_QD, _with_progress(folder, "measuring recall"), 11).index_QK.tolist()
+    approximate = index.search(query_QD, 11).index_QK.tolist()
     hits = total = 0
     for query_row, *results in zip(row_Q, exact, approximate, strict=True):
-        expected, found = ([row for row in rows if row != query_row][:top_k] for rows in results)
+        expected, found = ([row for row in rows if row != query_row][:10] for rows in results)
         hits, total = hits + len({*expected} & {*found}), total + len(expected)
     return hits / total if total else 1.0
 

@@ -30,10 +30,6 @@ _RESIDENT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
 
 
 class DocumentSearch(Protocol):
-    @property
-    def documents(self) -> VectorShards:
-        """The documents to search."""
-
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query.
 
