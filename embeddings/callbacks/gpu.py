@@ -101,13 +101,10 @@ class GPUTraining(L.Callback):
             line = "training waits for batches for %.0f%% of the time; raise data.num_workers"
             logger.warning(line, 100 * waited / total)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore()
-
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        self.teardown(trainer, pl_module, "fit")
 
-    def _restore(self) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._precision_before is not None:
             torch.set_float32_matmul_precision(self._precision_before)
         self._precision_before = None

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -103,8 +102,7 @@ def replace_displays(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
         stop_reporting()
 
 
-@dataclass
-class Work:
+class Work(NamedTuple):
     """The size of some batches."""
 
     pairs: int = 0  # queries, or rows of a language model
@@ -114,10 +112,6 @@ class Work:
     squares: int = 0  # sum over texts of squared positions, for the cost of attention
     context: int = 0  # tokens of context documents, the input of the first stage
     context_squares: int = 0  # sum over context documents of squared tokens
-
-    def add(self, other: "Work") -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Throughput(L.Callback):
@@ -162,7 +156,8 @@ class Throughput(L.Callback):
     ) -> None:
         self._busy += time.perf_counter() - self._batch_start
         read = getattr(pl_module, "read_batch", batch)  # with the context that the module adds
-        self._work.add(work_of(read, pl_module.grad_cache if isinstance(pl_module, GradCacheModule) else None))
+        work = work_of(read, pl_module.grad_cache if isinstance(pl_module, GradCacheModule) else None)
+        self._work = Work(*map(sum, zip(self._work, work, strict=True)))
         step = trainer.global_step
         if step == self._logged_step or step % self.every_n_steps:
             return

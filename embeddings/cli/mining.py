@@ -38,7 +38,7 @@ from embeddings.mining import (
     mine_negatives,
 )
 from embeddings.mining.clusters import Bm25Features, VectorFeatures, check_svd_dim
-from embeddings.mining.faiss_library import check_gpu
+from embeddings.mining.kmeans import check_gpu
 from embeddings.mining.negatives import TextQrels
 from embeddings.synthesis import (
     METHODS,

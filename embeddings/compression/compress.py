@@ -13,18 +13,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from embeddings.common import OptionError
-from embeddings.common.io import MANIFEST, atomic_folder, file_sha256, share_files, write_json, write_text
+from embeddings.common.io import MANIFEST, atomic_folder, file_sha256, link_or_copy, share_files, write_json, write_text
 from embeddings.common.jobs import discard_on_user_error
 from embeddings.common.own_folder import record_all
 from embeddings.compression.calibration import CalibrationOptions, calibration_texts, tokenise
-from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, Treatment, linear_layers
+from embeddings.compression.layerwise import LayerwiseJob, LayerwiseModel, linear_layers
 from embeddings.compression.pruning import (
     PruningMethod,
     Sparsity,
@@ -129,6 +129,8 @@ class QuantizationOptions:
         block_size: Number of inputs that `sparsegpt` and `quantize` process at a time.
     """
 
+    needs_inputs: ClassVar[bool] = True
+
     quantize: NumberName | None = None
     group_size: int | None = None
     damping: float = 0.01
@@ -138,10 +140,6 @@ class QuantizationOptions:
         check_solver(self.damping, self.block_size)
         if self.group_size is not None and self.group_size < 1:
             raise OptionError("group_size", self.group_size, "must be >= 1", "128 is usual; leave it out for none")
-
-    @property
-    def needs_inputs(self) -> bool:
-        return True
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -258,7 +256,13 @@ class Compression:
                 model = self._phase("quantise", model, self.quantization, config)
         return model
 
-    def _phase(self, name: str, source: Path, treatment: Treatment, config: dict[str, Any] | None = None) -> Path:
+    def _phase(
+        self,
+        name: str,
+        source: Path,
+        treatment: PruningOptions | QuantizationOptions,
+        config: dict[str, Any] | None = None,
+    ) -> Path:
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         calibration = self.calibration if treatment.needs_inputs else None
@@ -361,10 +365,7 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
         weight_map: dict[str, str] = {}
         for number, file in enumerate(files, start=1):
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            try:
-                os.link(file, folder / name)
-            except OSError:
-                shutil.copyfile(file, folder / name)
+            link_or_copy(file, folder / name)
             with safe_open(file, framework="pt") as opened:
                 weight_map |= dict.fromkeys(sorted(opened.keys()), name)
         total = sum(file.stat().st_size for file in files)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,18 +41,10 @@ _COMPLETE_COPY = "use a complete copy of the model"
 _EXPERTS = re.compile(r"Experts$|MoE|Moe(Block|Mlp|MLP|Layer)|SparseMoe")
 
 
-class Treatment(Protocol):
-    """The compression of one matrix."""
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether it uses the Gram matrix of the inputs x, the sum of x xᵀ over the tokens."""
-
-    def fields(self) -> dict[str, Any]:
-        """The options that affect its result, for the manifest (JSON types)."""
-
-    def __call__(self, weight_OI: Tensor, gram_II: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors that replace a float32 weight, by the end of their names; `dtype` is the weight's in its file."""
+# The compression of one matrix: from its weight in float32, the Gram matrix of its inputs x (the sum of x xᵀ over the
+# tokens; None without texts) and the dtype of the weight in its file, to the tensors that replace it, by the end of
+# their names.
+Treatment = Callable[[Tensor, Tensor | None, torch.dtype], dict[str, Tensor]]
 
 
 class _ReachedError(Exception):

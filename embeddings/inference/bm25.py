@@ -213,13 +213,10 @@ class BM25:
 
     @classmethod
     def read(cls, folder: Path, num_texts: int, tokenize: Tokenize, hint: str) -> Self:
-        """The index that `write` wrote; its arrays are mapped into memory.
+        """The index that `write` wrote, for texts tokenised by the same function; its arrays are mapped into memory.
 
-        Args:
-            folder: The folder with the index and a manifest, whose hashes are compared.
-            num_texts: Number of texts of the corpus.
-            tokenize: The function with which the index was built.
-            hint: How to make the index again, for an `InputError` if a file is missing or damaged.
+        The folder has a manifest, whose hashes are compared. An `InputError` for a missing or damaged file ends with
+        `hint`.
         """
         path, index = folder / _VOCABULARY, cls.__new__(cls)
         check_file(path, hint)

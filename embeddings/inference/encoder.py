@@ -282,7 +282,7 @@ class Encoder:
             prompt: A literal prompt instead of one of the model's; the empty text for no prompt.
             tokenised: The tokens of each of the `text_blocks`, prompt included, if they were computed in advance.
         """
-        blocks = self._encoded(texts, prompt_name, context, role, prompt, tokenised)
+        blocks = self.encode_blocks(texts, prompt_name, context=context, role=role, prompt=prompt, tokenised=tokenised)
         return _joined(blocks, len(texts), self.embedding_dim)
 
     def encode_blocks(
@@ -292,22 +292,12 @@ class Encoder:
         context: Context | Sequence[str] | None = None,
         role: TextRole | None = None,
         prompt: str | None = None,
+        tokenised: Iterable[TokenBatch] | None = None,
     ) -> Iterator[Vectors]:
         """The rows that `encode` returns, in consecutive arrays of at most 8,192, for vectors that need not be kept.
 
         The arguments are those of `encode`. Only the vectors of repeated texts stay in memory.
         """
-        return self._encoded(texts, prompt_name, context, role, prompt, None)
-
-    def _encoded(
-        self,
-        texts: Sequence[str],
-        prompt_name: PromptChoice,
-        context: Context | Sequence[str] | None,
-        role: TextRole | None,
-        prompt: str | None,
-        tokenised: Iterable[TokenBatch] | None,
-    ) -> Iterator[Vectors]:
         if prompt_name is None and role is None:
             prompt_name, role = self.embedder.text.default_prompt_name, "document"
         role = role or ("query" if prompt_name == "query" else "document")
@@ -517,8 +507,13 @@ IRRELEVANT_FIELDS = (
 _CALL_STATE = ("truncation", "padding")
 
 
+def model_fields(encoder: Encoder) -> dict[str, str]:
+    """What determines a model's vectors, for manifests."""
+    return {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}
+
+
 def embedder_sha256(encoder: Encoder) -> str:
-    """A hash of everything that affects a model's vectors, except its dtype: the caller stores the precision."""
+    """A hash of everything that affects a model's vectors, except its dtype."""
     embedder = encoder.embedder
     pooling = {"pooling": embedder.pooling.arguments(), "normalize": embedder.normalize}
     pooling |= {"similarity": "dot"} if embedder.compares_lengths else {}

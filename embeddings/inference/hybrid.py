@@ -76,10 +76,6 @@ class FusionRule:
             raise OptionError("hybrid_weight", weight, "must be from 0 to 1", hint)
         return cls(fusion, weight)
 
-    def depth(self, top_k: int) -> int:
-        """How many documents of each list are fused for `top_k` results."""
-        return max(_DEPTH, 2 * top_k)
-
 
 def fused_top_k(
     queries: Sequence[str],
@@ -112,7 +108,7 @@ def fused_top_k(
     require_top_k(top_k)
     (fusion,) = {rule.fusion for rule in rules}
     if fusion != "zscore":
-        depth = rules[0].depth(top_k)
+        depth = max(_DEPTH, 2 * top_k)
         rank_N = None if tie_order_N is None else np.argsort(tie_order_N)
         index_QK, score_QK = words.search(queries, depth, tie_order_N)
         dense = nearest(query_QD, depth)

@@ -91,9 +91,7 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 class Products:
     """Other products of the linear layers of a model's backbones, including adapters; weights do not change.
 
-    Args:
-        model: The model.
-        make: Makes the function that runs a layer, from the layer and the module that owns it.
+    `make` makes the function that runs a layer, from the layer and the module that owns it.
     """
 
     def __init__(self, model: nn.Module, make: Callable[[nn.Linear, nn.Module], Product]) -> None:

@@ -68,24 +68,20 @@ class TopKSearch:
         device: str | torch.device = "cpu",
         tie_order_N: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        self._query_QD = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
-        self._best = BestDocuments(len(query_QD), top_k, QUERY_TILE, device)
-        self._tie_order_N, self._num_documents = tie_order_N, 0
-        self._rank_N = None if tie_order_N is None else torch.from_numpy(np.argsort(tie_order_N)).to(device)
+        self._device, self._tie_order_N = device, tie_order_N
+        queries = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
+        rank_N = None if tie_order_N is None else torch.from_numpy(np.argsort(tie_order_N)).to(device)
+        self._tiles = TileSearch(queries, top_k, QUERY_TILE, rank_N=rank_N)
 
     def add(self, document_nD: npt.NDArray[np.float32]) -> None:
         """Compare the next documents with all queries, (n, D) float32."""
         for start in range(0, len(document_nD), DOCUMENT_TILE):
             # A copy: a memory-mapped tile is read-only, which torch does not support.
             tile = np.array(document_nD[start : start + DOCUMENT_TILE], dtype=np.float32)
-            tile_TD = torch.from_numpy(tile).to(self._query_QD.device)
-            rank_T = torch.arange(self._num_documents, self._num_documents + len(tile_TD), device=tile_TD.device)
-            rank_T = rank_T if self._rank_N is None else self._rank_N[rank_T]
-            add_tile(self._query_QD, self._query_QD, tile_TD, rank_T, self._best)
-            self._num_documents += len(tile_TD)
+            self._tiles.add_tile(torch.from_numpy(tile).to(self._device))
 
     def result(self) -> TopK:
-        best = self._best.result()
+        best = self._tiles.result()
         return best if self._tie_order_N is None else TopK(best.score_QK, self._tie_order_N[best.index_QK])
 
 
@@ -158,51 +154,52 @@ def num_candidates(top_k: int, dtype: torch.dtype = torch.float16) -> int:
     return top_k + int(_MARGINS[dtype][1] * top_k) + SLACK
 
 
-def best_of_tiles(
-    query_QD: Tensor,
-    tiles: Iterable[Tensor],
-    best: BestDocuments,
-    dtype: torch.dtype = torch.float32,
-    num_pairs: int = PAIRS,
-) -> TopK:
-    """The best documents of all tiles; candidates of products in a lower `dtype` are scored again in float32."""
-    rounded_QD, first_row = query_QD.to(dtype), 0
-    for tile_TD in tiles:
-        rank_T = torch.arange(first_row, first_row + len(tile_TD), device=query_QD.device)
-        add_tile(query_QD, rounded_QD, tile_TD, rank_T, best, num_pairs)
-        first_row += len(tile_TD)
-    return best.result()
+class TileSearch(BestDocuments):
+    """The best documents of tiles, which are added in order.
 
+    Candidates of products in a lower `dtype` are scored again in float32, `num_pairs` at once. Equal scores are in the
+    order of `rank_N`, by default that of the rows.
+    """
 
-def add_tile(
-    query_QD: Tensor,
-    rounded_QD: Tensor,
-    tile_TD: Tensor,
-    rank_T: Tensor,
-    best: BestDocuments,
-    num_pairs: int = PAIRS,
-) -> None:
-    """Add the documents of a tile; `rounded_QD` are the queries in the dtype of the products."""
-    dtype = rounded_QD.dtype
-    tile_DT = tile_TD.to(dtype).T
-    for number, chunk in enumerate(best.chunks):
-        score_QT = rounded_QD[chunk] @ tile_DT
-        if dtype == torch.float32:
-            best.add(number, *_top_of_tile(score_QT, rank_T, best.top_k))
-            continue
-        score_QC, column_QC = largest(score_QT, min(num_candidates(best.top_k, dtype), len(tile_TD)))
-        least_Q1 = best.worst(number)
-        if best.top_k < score_QC.shape[1]:
-            least_Q1 = least_Q1.maximum(_topk(score_QC, best.top_k)[0].amin(dim=1, keepdim=True))
-        query_P, place_P = (score_QC > least_Q1 - _MARGINS[dtype][0]).nonzero(as_tuple=True)
-        exact_QC = torch.full_like(score_QC, -torch.inf)
-        pairs = torch.split(query_P, num_pairs), torch.split(column_QC[query_P, place_P], num_pairs)
-        # `index_select` is several times as fast on a CPU as an index in brackets.
-        exact_QC[query_P, place_P] = torch.cat([
-            torch.linalg.vecdot(query_QD[chunk].index_select(0, query_p), tile_TD.index_select(0, row_p).float())
-            for query_p, row_p in zip(*pairs, strict=True)
-        ])  # fmt: skip
-        best.add(number, exact_QC, rank_T[column_QC])
+    def __init__(
+        self,
+        query_QD: Tensor,
+        top_k: int,
+        chunk_size: int,
+        dtype: torch.dtype = torch.float32,
+        num_pairs: int = PAIRS,
+        rank_N: Tensor | None = None,
+    ) -> None:
+        super().__init__(len(query_QD), top_k, chunk_size, query_QD.device)
+        self._query_QD, self._rounded_QD = query_QD, query_QD.to(dtype)
+        self._dtype, self._num_pairs, self._rank_N, self._num_documents = dtype, num_pairs, rank_N, 0
+
+    def add_tile(self, tile_TD: Tensor) -> None:
+        """Compare the next documents with all queries, (T, D)."""
+        row_T = torch.arange(self._num_documents, self._num_documents + len(tile_TD), device=tile_TD.device)
+        self._num_documents += len(tile_TD)
+        rank_T = row_T if self._rank_N is None else self._rank_N[row_T]
+        tile_DT = tile_TD.to(self._dtype).T
+        for number, chunk in enumerate(self.chunks):
+            score_QT = self._rounded_QD[chunk] @ tile_DT
+            if self._dtype == torch.float32:
+                self.add(number, *_top_of_tile(score_QT, rank_T, self.top_k))
+                continue
+            score_QC, column_QC = largest(score_QT, min(num_candidates(self.top_k, self._dtype), len(tile_TD)))
+            least_Q1 = self.worst(number)
+            if self.top_k < score_QC.shape[1]:
+                least_Q1 = least_Q1.maximum(_topk(score_QC, self.top_k)[0].amin(dim=1, keepdim=True))
+            query_P, place_P = (score_QC > least_Q1 - _MARGINS[self._dtype][0]).nonzero(as_tuple=True)
+            exact_QC = torch.full_like(score_QC, -torch.inf)
+            row_P = column_QC[query_P, place_P]
+            pairs = torch.split(query_P, self._num_pairs), torch.split(row_P, self._num_pairs)
+            # `index_select` is several times as fast on a CPU as an index in brackets.
+            query_QD = self._query_QD[chunk]
+            exact_QC[query_P, place_P] = torch.cat([
+                torch.linalg.vecdot(query_QD.index_select(0, query_p), tile_TD.index_select(0, row_p).float())
+                for query_p, row_p in zip(*pairs, strict=True)
+            ])  # fmt: skip
+            self.add(number, exact_QC, rank_T[column_QC])
 
 
 def _top_of_tile(score_QT: Tensor, rank_T: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ from embeddings.common.types import TokenBatch
 from embeddings.data.readers import blocks_of, open_reader
 from embeddings.data.records import kind_of
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.encoder import CONTEXT_FILE, Context, Encoder, embedder_sha256, text_blocks, unit_rows
+from embeddings.inference.encoder import CONTEXT_FILE, Context, Encoder, model_fields, text_blocks, unit_rows
 
 VectorFormat = Literal["float32", "float16", "int8", "binary"]
 VECTOR_FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
@@ -451,8 +451,7 @@ def encoding_fields(
         "corpus_sha256": file_sha256(corpus),
         "columns": dict(sorted((columns or {}).items())),
         "num_documents": num_documents,
-        "model_sha256": embedder_sha256(encoder),
-        "precision": str(encoder.dtype).removeprefix("torch."),
+        **model_fields(encoder),
         "embedding_dim": encoder.embedding_dim,
         "prompt_name": prompt_name,
         "role": role,

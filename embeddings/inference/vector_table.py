@@ -19,9 +19,6 @@ from embeddings.data.readers import open_reader
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import VectorFolder, bytes_per_vector, encode_corpus, encoding_fields
 
-_VECTOR = "vector"
-_SHARD_FIELDS = ("shard_size", "kind")
-
 
 class VectorTable(NamedTuple):
     """A Parquet file of vectors: its path, its rows and the width of the vectors."""
@@ -57,8 +54,9 @@ def encode_table(
     work = target.with_name(f"{target.name}.work")
     texts: dict[str, Any] = {"prompt_name": prompt_name, "role": role, "columns": columns, "shard_size": shard_size}
     fields, _ = encoding_fields(encoder, corpus, work, **texts)
-    # The size of the shards has no effect on the rows.
-    fields = {"kind": "vector_table", **{name: fields[name] for name in fields if name not in _SHARD_FIELDS}}
+    fields = {**fields, "kind": "vector_table"}
+    # It has no effect on the rows.
+    del fields["shard_size"]
     if finished_manifest(target, fields) is None:
         with discard_on_user_error(work, task=task):
             options: dict[str, Any] = {"devices": devices, "tokenizer_workers": tokenizer_workers, "task": task}
@@ -83,13 +81,13 @@ def _write(
     schema = pa.schema(
         [
             *((name, pa.large_string()) for name in ("id", "title", "text", "metadata")),
-            (_VECTOR, pa.list_(pa.float32(), width)),
+            ("vector", pa.list_(pa.float32(), width)),
         ],
         {"embeddings": json.dumps(about)},
     )
     check_disk_space(target, folder.num_documents * bytes_per_vector("float32", width))
     # Vectors of a model hardly shrink.
-    compression = dict.fromkeys(schema.names[:-1], "zstd") | {f"{_VECTOR}.list.element": "none"}
+    compression = dict.fromkeys(schema.names[:-1], "zstd") | {"vector.list.element": "none"}
     options: dict[str, Any] = {"compression": compression, "use_dictionary": False}
     with (
         atomic_path(target) as temporary,

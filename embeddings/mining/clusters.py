@@ -32,18 +32,22 @@ from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, wr
 from embeddings.data.store import CachedSource
 from embeddings.inference.bm25 import UNSPACED
 from embeddings.inference.encoder import unit_rows
-from embeddings.mining.faiss_library import GpuLibrary, check_gpu, faiss_version
+from embeddings.mining.faiss_library import faiss_version
 from embeddings.mining.kmeans import (
     NUM_ITERATIONS,
     NUM_RUNS,
+    GpuLibrary,
     KMeans,
+    check_gpu,
     check_num_clusters,
     kmeans_run,
     nearest_centroids,
     neighbour_lists,
     num_duplicates,
 )
+from embeddings.mining.pair_index import Int64s
 from embeddings.mining.pair_vectors import PairVectors
+from embeddings.mining.search import Floats
 
 CLUSTER_SIZE = 512
 # As faiss's max_points_per_centroid.
@@ -54,8 +58,6 @@ _CENTROID_COPIES, _BYTES_PER_VECTOR = 4, 24
 # faiss warns about fewer vectors per cluster.
 _MIN_VECTORS_PER_CLUSTER = 39
 
-Int64s = NDArray[np.int64]
-Vectors = NDArray[np.float32]
 # The name of a row of the source in messages.
 RowName = Callable[[int], str]
 
@@ -84,20 +86,19 @@ class PairFeatures(ABC):
         """The arrays that are fitted to the rows, by name."""
 
     @abstractmethod
-    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         """The query features and the document features of some rows, (n, d) float32 each."""
 
-    def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
-        """The features of ascending rows, (n, embedding_dim) float32, unit rows; `swapped` puts the document first."""
-        sides = self.sides(rows)
-        return self._joined(sides[::-1] if swapped else sides, rows)
+    def rows(self, rows: Int64s) -> Floats:
+        """The features of ascending rows, (n, embedding_dim) float32, unit rows."""
+        return self._joined(self.sides(rows), rows)
 
-    def both_orders(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def both_orders(self, rows: Int64s) -> tuple[Floats, Floats]:
         """The features of ascending rows with the query first, and with the document first, from one reading."""
         sides = self.sides(rows)
         return self._joined(sides, rows), self._joined(sides[::-1], rows)
 
-    def _joined(self, sides: tuple[Vectors, Vectors], rows: Int64s) -> Vectors:
+    def _joined(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
         return unit_features(np.concatenate(sides, axis=1), rows, self.row_name)
 
 
@@ -144,12 +145,12 @@ class VectorFeatures(PairFeatures):
         _, axes = np.linalg.eigh(moments)
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
 
-    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         vectors, index = self._vectors, self._vectors.index
         documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
         return vectors.query_shards.take(rows), vectors.document_shards.take(documents)
 
-    def _joined(self, sides: tuple[Vectors, Vectors], rows: Int64s) -> Vectors:
+    def _joined(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
         vectors = super()._joined(sides, rows)
         if self._svd_dim is None:
             return vectors
@@ -163,7 +164,7 @@ def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
-def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName = "row {}".format) -> Vectors:
+def unit_features(vectors: Floats, rows: Int64s, row_name: RowName) -> Floats:
     """The vectors of some rows at unit length, (n, d) float32; an `InputError` names a zero or non-finite row."""
     length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
     invalid = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
@@ -249,7 +250,7 @@ class Bm25Features(PairFeatures):
         axes[:, :num_axes] = fitted if is_all else _extended_axes(weights, fitted)
         return {**learned, "axes": axes}
 
-    def sides(self, rows: Int64s) -> tuple[Vectors, Vectors]:
+    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         assert self.learned is not None
         axes = self.learned["axes"]
         weights = (_bm25_weights(_term_counts(texts), self.learned) for texts in self._texts(rows))
@@ -478,10 +479,14 @@ def cluster_pairs(
             runs.run(train, task, take_over=True)
             best, num_shards = _best_run(runs), -(-features.num_rows // settings.shard_size)
             assigning = ShardedJob(work / "assignments", {"kind": "assignments", **fields}, num_shards)
-            assign = partial(_assign, features, best.centroids, settings)
-            assigning.run(
-                assign, task, rows=partial(shard_rows, shard_size=settings.shard_size, num_rows=features.num_rows)
-            )
+            rows = partial(shard_rows, shard_size=settings.shard_size, num_rows=features.num_rows)
+
+            def assign(shard: int, path: Path) -> None:
+                starts = progress_bar(None, "assigning rows", "block", iterable=rows(shard)[::_BLOCK])
+                blocks = (features.rows(np.arange(start, min(start + _BLOCK, rows(shard).stop))) for start in starts)
+                save_array(path, nearest_centroids(blocks, best.centroids, settings.library))
+
+            assigning.run(assign, task, rows=rows)
             if assigning.missing():
                 return None
             job.finish(partial(_merge, job, assigning, best, settings))
@@ -490,7 +495,7 @@ def cluster_pairs(
     return ClusterFolder(output)
 
 
-def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:
+def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Floats:
     """Both orders of the rows to train on, one order after the other, (2n, d) float32."""
     max_rows = settings.max_training_rows or features.num_rows
     rows = sample_rows(features.num_rows, max_rows, derive_seed(settings.seed, "training rows"))
@@ -518,13 +523,6 @@ def _best_run(runs: ShardedJob) -> KMeans:
 
     with load_shard(max(map(runs.path, range(runs.num_shards)), key=objective)) as best:
         return KMeans(best["centroids"], float(best["objective"]))
-
-
-def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:
-    row_N = np.array(shard_rows(shard, settings.shard_size, features.num_rows))
-    starts = progress_bar(None, "assigning rows", "block", iterable=range(0, len(row_N), _BLOCK))
-    blocks = (row_N[start : start + _BLOCK] for start in starts)
-    save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.library) for b in blocks]))
 
 
 def _merge(job: JobFolder, assigning: ShardedJob, best: KMeans, settings: ClusterSettings) -> dict[str, Any]:

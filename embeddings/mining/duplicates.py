@@ -68,19 +68,14 @@ def find_duplicates(
         "shard_size": shard_size,
     }
     job = ShardedJob(folder, fields, -(-len(table) // shard_size), stem="keys")
-    job.run(
-        partial(_write_keys, table, rule, shard_size),
-        task,
-        take_over=True,
-        rows=partial(shard_rows, shard_size=shard_size, num_rows=len(table)),
-    )
+    rows = partial(shard_rows, shard_size=shard_size, num_rows=len(table))
+    job.run(lambda shard, path: _write_keys(table, rule, rows(shard), path), task, take_over=True, rows=rows)
     job.finish(lambda: _compare(job, table, rule))
     return np.asarray(load_shard(Path(folder) / _REASONS, mapped=True))
 
 
-def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shard: int, path: Path) -> None:
-    """Write the hashes and signatures of a shard's records, (n, 8 + 4 * num_keys) uint8."""
-    rows = shard_rows(shard, shard_size, len(table))
+def _write_keys(table: Table, rule: NearDuplicates | None, rows: range, path: Path) -> None:
+    """Write the hashes and signatures of records, (n, 8 + 4 * num_keys) uint8."""
     key_NB = np.empty((len(rows), 8 + (KEY_BYTES * rule.num_keys if rule else 0)), dtype=np.uint8)
     for start in progress_bar(None, "reading texts", "block", iterable=range(0, len(rows), _BLOCK)):
         records = table.rows(rows[start : start + _BLOCK])
@@ -254,12 +249,8 @@ def find_contaminated(
     job = ShardedJob(folder, fields, -(-len(table) // shard_size))
     if job.missing():
         rule.prepare()
-    job.run(
-        partial(_write_reasons, table, rule, shard_size),
-        task,
-        take_over=True,
-        rows=partial(shard_rows, shard_size=shard_size, num_rows=len(table)),
-    )
+    rows = partial(shard_rows, shard_size=shard_size, num_rows=len(table))
+    job.run(lambda shard, path: _write_reasons(table, rule, rows(shard), path), task, take_over=True, rows=rows)
 
     def join() -> dict[str, Any]:
         reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
@@ -270,8 +261,7 @@ def find_contaminated(
     return np.asarray(load_shard(Path(folder) / _REASONS, mapped=True))
 
 
-def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
-    rows = shard_rows(shard, shard_size, len(table))
+def _write_reasons(table: Table, rule: Decontaminator, rows: range, path: Path) -> None:
     starts = progress_bar(None, "comparing texts", "block", iterable=range(0, len(rows), _CHECK_BLOCK))
     blocks = (rows[start : start + _CHECK_BLOCK] for start in starts)
     save_array(path, np.concatenate([rule.reasons(table.rows(block)) for block in blocks]))

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from embeddings.common.errors import OptionError, pip_install, require
 
@@ -18,18 +18,6 @@ def load_faiss(gpu: bool = False) -> ModuleType:
     if gpu and faiss.get_num_gpus() == 0:
         raise OptionError("gpu", True, "needs a CUDA device, and faiss finds none", "leave it out, or check the driver")
     return faiss
-
-
-GpuLibrary = Literal["torch", "faiss"]
-
-
-def check_gpu(gpu: GpuLibrary | None) -> None:
-    """Load faiss, and check the device if k-means runs on a GPU."""
-    load_faiss(gpu == "faiss")
-    if gpu == "torch":
-        from embeddings.mining.search import require_gpu
-
-        require_gpu()
 
 
 def faiss_version() -> str:

@@ -33,7 +33,7 @@ from embeddings.data.near_duplicates import NearDuplicates, Shingle
 from embeddings.data.records import LabelledText, is_json_lines, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
-from embeddings.inference.encoder import embedder_sha256
+from embeddings.inference.encoder import model_fields
 from embeddings.mining.duplicates import (
     COPY,
     EQUAL,
@@ -45,7 +45,7 @@ from embeddings.mining.duplicates import (
     find_contaminated,
     find_duplicates,
 )
-from embeddings.mining.pair_index import concatenated_ranges
+from embeddings.mining.pair_index import Int64s, concatenated_ranges
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
 from embeddings.mining.search import pair_scores
 
@@ -62,7 +62,6 @@ NOT_RANKED = -1
 # The scores of a tile stay in the cache of a CPU. A GPU multiplies this many tiles at once.
 _QUERY_TILE, _DOCUMENT_TILE, _GPU_TILES = 1024, 1024, 16
 _SHARD_PAIRS = 1 << 31
-_Int64s = npt.NDArray[np.int64]
 
 
 class Segments:
@@ -97,7 +96,7 @@ class Segments:
         segment, block = self.blocks[shard]
         return self._segments[segment][1][block]
 
-    def members(self, segment: int) -> _Int64s:
+    def members(self, segment: int) -> Int64s:
         """The rows of a segment, in order, computed without the other segments."""
         row_n, positions = self._segments[segment]
         order = KeyedPermutation(len(row_n), derive_seed(self._seed, "segments"))
@@ -419,8 +418,7 @@ def _manifest_fields(
         "num_records": len(source.table),
         "rules": {**asdict(rules), **prompts},
         "evaluation": None if decontaminator is None else decontaminator.fields,
-        "model_sha256": None if encoder is None else embedder_sha256(encoder),
-        "precision": None if encoder is None else str(encoder.dtype).removeprefix("torch."),
+        **({"model_sha256": None, "precision": None} if encoder is None else model_fields(encoder)),
     }
 
 

@@ -21,7 +21,7 @@ from embeddings.common.io import (
     fsync_path,
     write_file_manifest,
 )
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
+from embeddings.common.jobs import ArrayTask, MakeShard, ShardedJob, load_shard, save_array
 from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.random import derive_seed
 from embeddings.inference.encoder import unit_rows
@@ -124,6 +124,12 @@ def build_ivf(
     sizes = {"num_rows": documents.num_rows, "embedding_dim": documents.embedding_dim, "num_lists": num_lists}
     fields = {**sizes, "seed": seed, "gpu": gpu, "faiss": faiss_version()}
 
+    def made(name: str, kind: str, num_shards: int, make: MakeShard, stem: str, suffix: str = ".npy") -> ShardedJob:
+        job = ShardedJob(Path(folder) / name, {"kind": kind, **fields}, num_shards, stem=stem, suffix=suffix)
+        job.run(make, task, take_over=True)
+        job.finish()
+        return job
+
     def train(_: int, path: Path) -> None:
         numbered = enumerate(documents)
         # k-means takes most of the time.
@@ -134,19 +140,13 @@ def build_ivf(
         sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
         save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
 
-    training = ShardedJob(Path(folder) / "centroids", {"kind": "ivf centroids", **fields}, 1, stem="centroids")
-    training.run(train, task, take_over=True)
-    training.finish()
-    centroid_CD = load_shard(training.path(0))
-
+    centroid_CD = load_shard(made("centroids", "ivf centroids", 1, train, "centroids").path(0))
     nearest = NearestCentroids(centroid_CD)
 
     def assign(shard: int, path: Path) -> None:
         save_array(path, nearest.search(documents.load(shard), 1)[1][:, 0].astype(np.int32))
 
-    assigning = ShardedJob(Path(folder) / "nearest", {"kind": "ivf nearest lists", **fields}, documents.num_shards)
-    assigning.run(assign, task, take_over=True)
-    assigning.finish()
+    assigning = made("nearest", "ivf nearest lists", documents.num_shards, assign, "shard")
     list_N = np.concatenate([load_shard(assigning.path(shard)) for shard in range(documents.num_shards)])
     # A part has neighbouring lists, each whole, with about the same number of documents.
     num_parts = -(-documents.num_rows * 4 * documents.embedding_dim // PART_BYTES)
@@ -160,11 +160,7 @@ def build_ivf(
             add_to_lists(lists, documents.take(rows), rows, list_N[rows])
         write_lists(lists, path)
 
-    sorting = ShardedJob(
-        Path(folder) / "lists", {"kind": "ivf lists", **fields}, num_parts, stem="list", suffix=".faiss"
-    )
-    sorting.run(sort, task, take_over=True)
-    sorting.finish()
+    sorting = made("lists", "ivf lists", num_parts, sort, "list", ".faiss")
     parts = [map_lists(sorting.path(part)) for part in range(num_parts)]
     return IvfSearch(documents, centroid_CD, parts, num_probes, gpu)
 
@@ -203,7 +199,7 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
         return train(sample_nD, num_lists)
     num_groups = num_lists // CENTROIDS_PER_GROUP
     step = max(1, len(sample_nD) // (num_groups * SAMPLE_PER_GROUP))
-    group_n = nearest_centroids(sample_nD, train(np.ascontiguousarray(sample_nD[::step]), num_groups))
+    group_n = nearest_centroids([sample_nD], train(np.ascontiguousarray(sample_nD[::step]), num_groups))
     order_n, size_G = np.argsort(group_n, kind="stable"), np.bincount(group_n, minlength=num_groups)
     lists_G = np.diff(np.cumsum(size_G) * num_lists // len(sample_nD), prepend=0)
     parts = np.split(order_n, np.cumsum(size_G)[:-1])
@@ -300,18 +296,18 @@ def build_index(
     return VectorIndex.open(folder)
 
 
-def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
-    """The share of documents' nearest neighbours that an index finds.
+def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200) -> float:
+    """The share of documents' ten nearest neighbours that an index finds.
 
     The queries are up to `num_queries` documents, spread evenly over the folder; each query's own row is excluded.
     """
     row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
-    exact = search_top_k(query_QD, _with_progress(folder, "measuring recall"), top_k + 1).index_QK.tolist()
-    approximate = index.search(query_QD, top_k + 1).index_QK.tolist()
+    exact = search_top_k(query_QD, _with_progress(folder, "measuring recall"), 11).index_QK.tolist()
+    approximate = index.search(query_QD, 11).index_QK.tolist()
     hits = total = 0
     for query_row, *results in zip(row_Q, exact, approximate, strict=True):
-        expected, found = ([row for row in rows if row != query_row][:top_k] for rows in results)
+        expected, found = ([row for row in rows if row != query_row][:10] for rows in results)
         hits, total = hits + len({*expected} & {*found}), total + len(expected)
     return hits / total if total else 1.0
 

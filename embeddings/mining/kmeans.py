@@ -1,6 +1,7 @@
 """Spherical k-means and nearest centroids: on a CPU by torch and grouped lists, on a GPU by torch or faiss."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -9,8 +10,12 @@ from numpy.typing import NDArray
 from embeddings.common.errors import OptionError
 from embeddings.common.io import check_vectors
 from embeddings.common.progress import progress_bar
-from embeddings.mining.faiss_library import GpuLibrary, check_gpu, load_faiss, new_lists
-from embeddings.mining.lists import Floats, Lists, Rows
+from embeddings.mining import torch_kmeans
+from embeddings.mining.faiss_library import load_faiss, new_lists
+from embeddings.mining.lists import Lists
+from embeddings.mining.search import Floats, Rows, require_gpu
+
+GpuLibrary = Literal["torch", "faiss"]
 
 NUM_ITERATIONS, NUM_RUNS = 100, 3
 # Only the nearest groups are compared if there are more centroids; to find one, and to find several.
@@ -26,38 +31,34 @@ _BLOCK_SCORES, _BLOCK_PRODUCTS = 1 << 27, 1 << 34
 _PRODUCT_SCORES = 1 << 20
 # Parts in which the means of the clusters are computed, for the same reason.
 _MEAN_PARTS = 16
-# Relative distance from its copy of a centroid that is placed in a large cluster, because its own had no vectors.
-_MOVE = 1 / 1024
 
 
 class KMeans(NamedTuple):
     """The unit centroids of one run, (k, d), and the mean cosine of vectors and centroids in the last iteration."""
 
-    centroids: NDArray[np.float32]
+    centroids: Floats
     objective: float
 
 
 def spherical_kmeans(
-    vectors: NDArray[np.float32],
+    vectors: Floats,
     num_clusters: int,
     *,
     num_iterations: int = NUM_ITERATIONS,
     num_runs: int = NUM_RUNS,
     seed: int = 0,
-    gpu: bool = False,
-    gpu_library: GpuLibrary = "torch",
+    gpu: GpuLibrary | None = None,
 ) -> KMeans:
-    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`), on request on a GPU."""
+    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`)."""
     if num_runs < 1:
         raise OptionError("num_runs", num_runs, "must be >= 1", "the paper uses the best of 3")
     numbers = progress_bar(None, "k-means", "run", iterable=range(num_runs))
-    library = gpu_library if gpu else None
-    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, library) for run in numbers]
+    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in numbers]
     return max(runs, key=lambda run: run.objective)
 
 
 def kmeans_run(
-    vectors: NDArray[np.float32],
+    vectors: Floats,
     num_clusters: int,
     run: int = 0,
     num_iterations: int = NUM_ITERATIONS,
@@ -89,9 +90,7 @@ def kmeans_run(
     faiss.normalize_L2(centroids)
     title = f"k-means, run {run + 1}"
     if gpu == "torch":
-        from embeddings.mining.torch_kmeans import device_kmeans
-
-        return KMeans(*device_kmeans(vectors, centroids, num_iterations, _unit_means, "cuda", title))
+        return KMeans(*torch_kmeans.device_kmeans(vectors, centroids, num_iterations, "cuda", title))
     nearest_N, cosine_N = np.empty(num_vectors, np.int32), np.empty(num_vectors, np.float32)
     size = _block_rows(centroids, gpu)
     with progress_bar(num_iterations * num_vectors, title, "vector", unit_scale=True) as bar:
@@ -107,7 +106,7 @@ def kmeans_run(
     return KMeans(centroids, float(cosine_N.mean(dtype=np.float64)))
 
 
-def _mean_directions(vectors: NDArray[np.float32], nearest_N: NDArray[np.int32], num_clusters: int) -> Any:
+def _mean_directions(vectors: Floats, nearest_N: NDArray[np.int32], num_clusters: int) -> Any:
     """The unit mean of each cluster, (k, d) float32."""
     from scipy.sparse import csr_array
 
@@ -117,22 +116,14 @@ def _mean_directions(vectors: NDArray[np.float32], nearest_N: NDArray[np.int32],
     members_KN = csr_array((ones, order_N, ends), shape=(num_clusters, len(vectors)))
     step = -(-num_clusters // _MEAN_PARTS)
     sum_KD = np.concatenate([members_KN[start : start + step] @ vectors for start in range(0, num_clusters, step)])
-    return _unit_means(sum_KD, count_K)
+    return torch_kmeans.unit_means(sum_KD, count_K)
 
 
-def _unit_means(sum_KD: NDArray[np.float32], count_K: NDArray[np.int64]) -> Any:
-    """The unit mean of each cluster, (k, d) float32, from its sum and its size; changes the sizes."""
-    centroids = sum_KD * (np.float32(1) / np.maximum(count_K, 1).astype(np.float32))[:, None]
-    # As in faiss, neighbouring values move in opposite directions.
-    moves_D = np.where(np.arange(sum_KD.shape[1]) % 2, -_MOVE, _MOVE).astype(np.float32)
-    for empty in np.flatnonzero(count_K == 0).tolist():
-        largest = int(count_K.argmax())
-        centroids[empty] = centroids[largest] * (1 + moves_D)
-        centroids[largest] *= 1 - moves_D
-        count_K[empty] = count_K[largest] // 2
-        count_K[largest] -= count_K[empty]
-    load_faiss().normalize_L2(centroids)
-    return centroids
+def check_gpu(gpu: GpuLibrary | None) -> None:
+    """Load faiss, and check the device if k-means runs on a GPU."""
+    load_faiss(gpu == "faiss")
+    if gpu == "torch":
+        require_gpu()
 
 
 def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
@@ -143,27 +134,22 @@ def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
         raise OptionError("num_clusters", num_clusters, rule, "lower it, or give cluster_size")
 
 
-def num_duplicates(centroids: NDArray[np.float32]) -> int:
+def num_duplicates(centroids: Floats) -> int:
     """Number of centroids that equal another to five decimals, which faiss makes if distinct vectors are too few."""
     return len(centroids) - len(np.unique(np.round(centroids, 5), axis=0))
 
 
-def nearest_centroids(
-    vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: GpuLibrary | None = None
-) -> NDArray[np.int32]:
-    """The index of the centroid with the largest inner product with each vector, (n,) int32.
+def nearest_centroids(blocks: Iterable[Floats], centroids: Floats, gpu: GpuLibrary | None = None) -> NDArray[np.int32]:
+    """The index of the centroid with the largest inner product with each vector of consecutive arrays, (n,) int32.
 
     Exact on a GPU and for up to 8,192 centroids; more are compared in groups (see `NearestCentroids`).
     """
     index, size = _index(centroids, gpu), _block_rows(centroids, gpu)
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    nearest = [index.search(vectors[start : start + size], 1)[1][:, 0] for start in range(0, len(vectors), size)]
-    return np.concatenate([np.empty(0, np.int64), *nearest]).astype(np.int32)
+    parts = (block[start : start + size] for block in blocks for start in range(0, len(block), size))
+    return np.concatenate([index.search(part, 1)[1][:, 0] for part in parts]).astype(np.int32)
 
 
-def neighbour_lists(
-    centroids: NDArray[np.float32], num_neighbours: int, gpu: GpuLibrary | None = None
-) -> NDArray[np.int32]:
+def neighbour_lists(centroids: Floats, num_neighbours: int, gpu: GpuLibrary | None = None) -> NDArray[np.int32]:
     """The nearest other centroids of each by inner product, nearest first, (k, n) int32, n at most `num_neighbours`.
 
     Exact on a GPU and for up to 4,096 centroids; more are compared in groups (see `NearestCentroids`).
@@ -185,7 +171,7 @@ def neighbour_lists(
     return lists
 
 
-def _block_rows(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> int:
+def _block_rows(centroids: Floats, gpu: GpuLibrary | None) -> int:
     """The number of vectors that are compared with the centroids in one call."""
     num_centroids, width = centroids.shape
     if gpu:
@@ -197,11 +183,9 @@ def _block_rows(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> int:
     return rows // 4096 * 4096 or max(512, min(rows, 2048) // 512 * 512)
 
 
-def _index(centroids: NDArray[np.float32], gpu: GpuLibrary | None) -> Any:
+def _index(centroids: Floats, gpu: GpuLibrary | None) -> Any:
     if gpu == "torch":
-        from embeddings.mining.torch_kmeans import DeviceCentroids
-
-        return DeviceCentroids(centroids, "cuda")
+        return torch_kmeans.DeviceCentroids(centroids, "cuda")
     if gpu == "faiss":
         faiss = load_faiss(gpu=True)
         index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(centroids.shape[1]))

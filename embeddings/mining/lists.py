@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 from embeddings.common.progress import progress_bar
 from embeddings.inference.search import BestDocuments, TopK
 from embeddings.mining.faiss_library import load_faiss
-
-Floats = NDArray[np.float32]
-Rows = NDArray[np.int64]
+from embeddings.mining.search import Floats, Rows
 
 # Queries of a block for each list, which share its product, and scores of a block, 512 MiB, at most.
 _LIST_QUERIES, _BLOCK_SCORES, _MAX_THREADS = 64, 1 << 27, 8

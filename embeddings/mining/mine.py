@@ -33,7 +33,7 @@ from embeddings.common.text import PromptChoice, one_line
 from embeddings.data.records import NUM_LEVELS, Record, is_json_lines, table_writer
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, Table, open_cached, read_records
-from embeddings.inference.encoder import embedder_sha256, module_sha256
+from embeddings.inference.encoder import model_fields, module_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.ivf import build_ivf
@@ -355,10 +355,7 @@ def _manifest_fields(
         SETTINGS: source.settings,
         "source_key": source.key,
         "corpus_sha256": None if corpus is None else file_sha256(corpus),
-        "teachers": [
-            {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}
-            for encoder in map(teachers.load, teachers.models)
-        ],
+        "teachers": [model_fields(teachers.load(model)) for model in teachers.models],
         "query_prompt_name": teachers.query_prompt_name,
         "document_prompt_name": teachers.document_prompt_name,
         "rules": asdict(rules),

@@ -73,9 +73,7 @@ class ShardMiner:
         mined_queries = MinedQueries(
             number_Q=row_Q,
             hash_Q=hash_Q,
-            group_Q=known.group_Q,
-            known_group_P=known.group_P,
-            known_row_P=known.row_P,
+            known=known,
             known_hash_P=self.index.document_hashes[known.row_P],
             positive_score_TQ=np.minimum.reduceat(positive_TP, offsets[:-1] - offsets[0], axis=1),
         )

@@ -13,15 +13,14 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges, find
+from embeddings.mining.pair_index import Int64s, KnownPositives, PairIndex, concatenated_ranges, find
+from embeddings.mining.search import Floats
 
 Choice = Literal["top", "random"]
 
 REASONS = ("own_positive", "own_text", "duplicate_text", "outside_ranks", "margin", "absolute_margin")
 
-Floats = npt.NDArray[np.float32]
 Int8s = npt.NDArray[np.int8]
-Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -84,16 +83,14 @@ class ScoredCandidates(NamedTuple):
 
 
 class MinedQueries(NamedTuple):
-    """Row, text hash and group of each query, and the known positives of the groups.
+    """Row and text hash of each query, the known positives and their hashes.
 
     `positive_score_TQ` is each teacher's lowest score of the record's positives.
     """
 
     number_Q: Int64s
     hash_Q: Int64s
-    group_Q: Int64s
-    known_group_P: Int64s
-    known_row_P: Int64s
+    known: KnownPositives
     known_hash_P: Int64s
     positive_score_TQ: Floats
 
@@ -162,8 +159,8 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
         removed[reason] = int(np.count_nonzero(left_QC & is_removed_QC))
         np.logical_and(left_QC, ~is_removed_QC, out=left_QC)
 
-    is_known_QC = _is_known(row_QC, queries.known_row_P, queries)
-    remove("own_positive", is_known_QC | _is_known(hash_QC, queries.known_hash_P, queries))
+    is_known_QC = _is_known(row_QC, queries.known.row_P, queries.known)
+    remove("own_positive", is_known_QC | _is_known(hash_QC, queries.known_hash_P, queries.known))
     remove("own_text", hash_QC == queries.hash_Q[:, None])
     remove("duplicate_text", _repeats(hash_QC, left_QC))
     rank_QC: Int64s = np.cumsum(left_QC, axis=1, dtype=np.int64)
@@ -215,24 +212,23 @@ def take(
 _FEW_KNOWN = 8
 
 
-def _is_known(value_QC: Int64s, known_P: Int64s, queries: MinedQueries) -> Mask:
-    """Which values are among the known ones of their query."""
+def _is_known(value_QC: Int64s, known_P: Int64s, known: KnownPositives) -> Mask:
+    """Which values are among those of their query's known positives, `known_P`."""
     known_QC: Mask = np.zeros(value_QC.shape, np.bool_)
     if not len(known_P):
         return known_QC
-    order_P = np.argsort(queries.known_group_P, kind="stable")
-    count_G = np.bincount(queries.known_group_P, minlength=int(queries.group_Q.max()) + 1)
-    start_Q, count_Q = (count_G.cumsum() - count_G)[queries.group_Q], count_G[queries.group_Q]
+    count_G = np.bincount(known.group_P, minlength=int(known.group_Q.max()) + 1)
+    start_Q, count_Q = (count_G.cumsum() - count_G)[known.group_Q], count_G[known.group_Q]
     if count_G.max() <= _FEW_KNOWN:
         for number in range(int(count_G.max())):
-            known_Q = known_P[order_P[np.minimum(start_Q + number, len(known_P) - 1)]]
+            known_Q = known_P[np.minimum(start_Q + number, len(known_P) - 1)]
             known_QC |= (value_QC == known_Q[:, None]) & (number < count_Q)[:, None]
         return known_QC
     # Values are numbered, so that each pair (group, value) has one integer key.
     values, number_P = np.unique(known_P, return_inverse=True)
     number_QC = np.minimum(np.searchsorted(values, value_QC), len(values) - 1)
-    key_QC = queries.group_Q[:, None] * len(values) + number_QC
-    key_P = queries.known_group_P * len(values) + number_P.reshape(-1)
+    key_QC = known.group_Q[:, None] * len(values) + number_QC
+    key_P = known.group_P * len(values) + number_P
     known_QC = np.isin(key_QC, key_P)
     known_QC &= values[number_QC] == value_QC
     return known_QC

@@ -18,7 +18,7 @@ from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
-from embeddings.inference.encoder import embedder_sha256, unit_rows
+from embeddings.inference.encoder import model_fields, unit_rows
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder, VectorShards, on_devices, parse_devices
 from embeddings.mining.pair_index import Int64s, PairIndex, find, index_pairs
 
@@ -118,23 +118,21 @@ class EncodedFolder:
         if not rows_path.exists():
             with file_lock(lock):
                 if not rows_path.exists():
-                    _write_rows(self.vectors, hash_N, rows_path)
+                    self._write_rows(hash_N, rows_path)
                 lock.unlink(missing_ok=True)
         row_N: Int64s = load_shard(rows_path, mapped=True)
         return row_N
 
-
-def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
-    """Write the row of each text's vector in the folder, for repeated texts the first; an error if there is none."""
-    shards = (folder.documents(folder.shards.rows(shard)) for shard in range(folder.shards.num_shards))
-    stored = array("q", (text_hash(document.text) for shard in shards for document in shard))
-    row_N = find(hash_N, np.array(stored, np.int64))
-    num_found = int(np.count_nonzero(row_N >= 0))
-    if not num_found:
-        what = f"contains none of the {len(hash_N)} texts"
-        raise InputError(str(folder.path), what, "name a folder of these texts, or leave the option out")
-    write_array(rows_path, row_N)
-    logger.info("%s has the vectors of %d of %d texts", folder.path, num_found, len(hash_N))
+    def _write_rows(self, hash_N: Int64s, rows_path: Path) -> None:
+        """Write the row of each text's vector, for repeated texts the first; an error if there is none."""
+        stored = array("q", map(text_hash, self.vectors.texts()))
+        row_N = find(hash_N, np.array(stored, np.int64))
+        num_found = int(np.count_nonzero(row_N >= 0))
+        if not num_found:
+            what = f"contains none of the {len(hash_N)} texts"
+            raise InputError(str(self.vectors.path), what, "name a folder of these texts, or leave the option out")
+        write_array(rows_path, row_N)
+        logger.info("%s has the vectors of %d of %d texts", self.vectors.path, num_found, len(hash_N))
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,6 @@ def encode_pairs(
     folder: str | os.PathLike[str],
     *,
     index: PairIndex | None = None,
-    corpus: str | os.PathLike[str] | None = None,
     negatives: bool = False,
     query_prompt_name: PromptChoice = None,
     document_prompt_name: PromptChoice = None,
@@ -170,8 +167,7 @@ def encode_pairs(
         encoder: The model.
         source: A converted source of pairs.
         folder: The folder to write: `index/`, `queries/` and `documents/`.
-        index: An existing index of the source, such as that of another model; None to write `index/`.
-        corpus: A file of additional documents (see `index_pairs`), or None; belongs to the index.
+        index: An existing index of the source, such as that of another model or with a corpus; None to write `index/`.
         negatives: Whether the rows' negatives are documents too (see `index_pairs`); belongs to the index.
         query_prompt_name: Name of the prompt for queries, or a prompt as text, in which `{instruction}` stands for each
             row's instruction; None for the model's `query` prompt if it has one.
@@ -182,10 +178,9 @@ def encode_pairs(
         task: Shards that this process computes; None for all.
     """
     require_shard_size(shard_size)
-    assert index is None or (corpus is None and not negatives)
+    assert index is None or not negatives
     encoder.embedder.require_directions("model", encoder.origin, "mining")
-    precision = str(encoder.dtype).removeprefix("torch.")
-    model = {"model_sha256": embedder_sha256(encoder), "precision": precision, "embedding_dim": encoder.embedding_dim}
+    model = {**model_fields(encoder), "embedding_dim": encoder.embedding_dim}
     sides = []
     encoded, prompt_names = encoded or EncodedTexts(), (query_prompt_name, document_prompt_name)
     for role, prompt_name, path in zip(_FOLDERS, prompt_names, (encoded.queries, encoded.documents), strict=True):
@@ -195,7 +190,7 @@ def encode_pairs(
         encoder.encode([""], prompt, role=role)
         existing = None if path is None else EncodedFolder.open(path, role, prompt_name, model)
         sides.append(_Side(role, prompt_name, existing))
-    index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
+    index = index or index_pairs(source, Path(folder) / "index", negatives=negatives)
     sizes = zip(_FOLDERS.values(), (index.num_queries, index.num_documents), strict=True)
     made = [VectorShards(Path(folder) / name, size, encoder.embedding_dim, shard_size) for name, size in sizes]
     budget = encoder.mini_batch_tokens

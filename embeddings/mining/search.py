@@ -14,7 +14,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_vectors
 from embeddings.common.progress import progress_bar, tracked
 from embeddings.inference.encoder import has_native_bfloat16
-from embeddings.inference.search import PAIRS, BestDocuments, TopK, best_of_tiles, num_candidates, require_top_k
+from embeddings.inference.search import PAIRS, TileSearch, TopK, num_candidates, require_top_k
 from embeddings.inference.vector_folder import VectorShards
 
 Floats = npt.NDArray[np.float32]
@@ -30,10 +30,6 @@ _RESIDENT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
 
 
 class DocumentSearch(Protocol):
-    @property
-    def documents(self) -> VectorShards:
-        """The documents to search."""
-
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query.
 
@@ -136,10 +132,11 @@ class ExactSearch:
         with full_products(), torch.inference_mode():
             for start in progress_bar(None, "search", "pass", iterable=starts):
                 query_nD = torch.tensor(query_QD[start : start + sizes.pass_queries], device=self.device)
-                best = BestDocuments(len(query_nD), width, sizes.product_queries, self.device)
                 num_pairs = sizes.num_pairs if self.device.type == "cuda" else PAIRS
-                tiles = tracked(self._tiles(sizes), self.documents.num_rows, "search", "document", len)
-                parts.append(best_of_tiles(query_nD, tiles, best, self._dtype, num_pairs=num_pairs))
+                best = TileSearch(query_nD, width, sizes.product_queries, self._dtype, num_pairs)
+                for tile_TD in tracked(self._tiles(sizes), self.documents.num_rows, "search", "document", len):
+                    best.add_tile(tile_TD)
+                parts.append(best.result())
         score_QC, row_QC = (np.concatenate(each) for each in zip(*parts, strict=True))
         if self._dtype != torch.float32:
             return TopK(score_QC, row_QC)
@@ -154,8 +151,9 @@ class ExactSearch:
             yield from self._resident
             return
         resident: list[Tensor] = []
-        for rows in tile_rows(self.documents.num_rows, sizes.tile_rows):
-            tile_TD = torch.from_numpy(self.documents.take(rows)).to(self.device, self._stored)
+        for start in range(0, self.documents.num_rows, sizes.tile_rows):
+            row_T = np.arange(start, min(start + sizes.tile_rows, self.documents.num_rows))
+            tile_TD = torch.from_numpy(self.documents.take(row_T)).to(self.device, self._stored)
             resident += [tile_TD] if sizes.is_resident and self.device.type == "cuda" else []
             yield tile_TD
         self._resident = resident
@@ -181,10 +179,6 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int) -> None:
         what = f"contains vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}"
         raise InputError(str(documents.folder), what, "encode both with one model")
     check_vectors(query_QD, "query vectors", unit=True)
-
-
-def tile_rows(num_rows: int, size: int) -> Iterator[Rows]:
-    return (np.arange(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
 def pair_scores(query_QD: Floats, query_P: Rows, row_P: Rows, documents: VectorShards) -> Floats:

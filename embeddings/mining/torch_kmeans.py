@@ -4,43 +4,36 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embeddings.common.progress import progress_bar
-from embeddings.inference.search import BestDocuments, TopK, best_of_tiles
-from embeddings.mining.search import full_products
-
-Floats = NDArray[np.float32]
-# Sums and sizes of the clusters → their unit means, (k, d).
-Means = Callable[[Floats, NDArray[np.int64]], Floats]
+from embeddings.inference.search import TileSearch, TopK
+from embeddings.mining.faiss_library import load_faiss
+from embeddings.mining.search import Floats, Rows, full_products
 
 # Vectors that are on the device at once if not all fit, centroids in one product, and scores in memory.
 _CHUNK_ROWS, _TILE_CENTROIDS, _TILE_SCORES = 1 << 18, 1 << 16, 1 << 28
 # Share of the free memory of a GPU for vectors that stay there; the rest is for a chunk, its sorted copy and scores.
 _RESIDENT_SHARE = 0.7
+# Relative distance from its copy of a centroid that is placed in a large cluster, because its own had no vectors.
+_MOVE = 1 / 1024
 
 
 class DeviceVectors:
-    """Vectors of which as many as fit stay on a device; the others are copied to it in every round.
+    """Unit vectors, (N, d), of which as many as fit stay on a device; the others are copied to it in every round.
 
     Products are in float16 with sums in float32 on CUDA, where a vector may go to a centroid whose cosine is smaller by
     less than 1e-3, and in float32 elsewhere. Sums over vectors are in float32 and in a fixed order.
-
-    Args:
-        vectors: Unit vectors, (N, d).
-        device: The device.
-        max_resident_rows: Number of rows that stay on the device; None for as many as fit.
     """
 
-    def __init__(self, vectors: Floats, device: torch.device | str, max_resident_rows: int | None = None) -> None:
+    def __init__(self, vectors: Floats, device: torch.device | str) -> None:
         self.vectors, self.device = vectors, torch.device(device)
         self._dtype = _product_dtype(self.device)
-        limit = self._rows_that_fit() if max_resident_rows is None else max_resident_rows
+        limit = self._rows_that_fit()
         self._num_resident = len(vectors) if len(vectors) <= limit else limit // _CHUNK_ROWS * _CHUNK_ROWS
         self._resident = list(self._copies(0, self._num_resident))
 
-    def round(self, centroids: Floats, shown: Callable[[int], object]) -> tuple[Floats, NDArray[np.int64], float]:
+    def round(self, centroids: Floats, shown: Callable[[int], object]) -> tuple[Floats, Rows, float]:
         """One assignment: the sum and the number of each cluster's vectors, and the mean cosine to the centroids."""
         centroid_KD = torch.from_numpy(centroids).to(self.device)
         rounded_KD = centroid_KD.to(self._dtype)
@@ -76,7 +69,7 @@ class DeviceVectors:
 
 
 def device_kmeans(
-    vectors: Floats, centroids: Floats, num_iterations: int, means: Means, device: torch.device | str, title: str
+    vectors: Floats, centroids: Floats, num_iterations: int, device: torch.device | str, title: str
 ) -> tuple[Floats, float]:
     """Rounds of spherical k-means from unit centroids; the last centroids and the last assignment's mean cosine."""
     objective = 0.0
@@ -88,8 +81,23 @@ def device_kmeans(
         rows = DeviceVectors(vectors, device)
         for _ in range(num_iterations):
             sum_KD, count_K, objective = rows.round(centroids, bar.update)
-            centroids = means(sum_KD, count_K)
+            centroids = unit_means(sum_KD, count_K)
     return centroids, objective
+
+
+def unit_means(sum_KD: Floats, count_K: Rows) -> Floats:
+    """The unit mean of each cluster, (k, d) float32, from its sum and its size; changes the sizes."""
+    centroids: Floats = sum_KD * (np.float32(1) / np.maximum(count_K, 1).astype(np.float32))[:, None]
+    # As in faiss, neighbouring values move in opposite directions.
+    moves_D = np.where(np.arange(sum_KD.shape[1]) % 2, -_MOVE, _MOVE).astype(np.float32)
+    for empty in np.flatnonzero(count_K == 0).tolist():
+        largest = int(count_K.argmax())
+        centroids[empty] = centroids[largest] * (1 + moves_D)
+        centroids[largest] *= 1 - moves_D
+        count_K[empty] = count_K[largest] // 2
+        count_K[largest] -= count_K[empty]
+    load_faiss().normalize_L2(centroids)
+    return centroids
 
 
 class DeviceCentroids:
@@ -102,10 +110,11 @@ class DeviceCentroids:
         """The scores and rows of the `count` centroids with the largest inner products, (n, count) each."""
         with torch.inference_mode(), full_products():
             vector_ND = torch.tensor(vectors, device=self._tiles[0].device)
-            chunk = max(1, _TILE_SCORES // len(self._tiles[0]) // 2)
-            best = BestDocuments(len(vectors), count, chunk, vector_ND.device)
-            dtype = _product_dtype(vector_ND.device)
-            return best_of_tiles(vector_ND, self._tiles, best, dtype, num_pairs=_CHUNK_ROWS)
+            chunk, dtype = max(1, _TILE_SCORES // len(self._tiles[0]) // 2), _product_dtype(vector_ND.device)
+            best = TileSearch(vector_ND, count, chunk, dtype, num_pairs=_CHUNK_ROWS)
+            for tile_TD in self._tiles:
+                best.add_tile(tile_TD)
+            return best.result()
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:

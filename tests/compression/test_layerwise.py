@@ -34,13 +34,8 @@ def some_tokens(count=7, seed=0):
 class Half:
     """Halves every weight, and records its arguments."""
 
-    needs_inputs = True
-
     def __init__(self):
         self.given = []
-
-    def fields(self):
-        return {"treatment": "half"}
 
     def __call__(self, weight_OI, statistic, dtype):
         self.given.append((weight_OI.clone(), None if statistic is None else statistic.clone()))
@@ -50,13 +45,8 @@ class Half:
 class Pruned:
     """SparseGPT at 2:4; interrupts the job at matrix `stop_at`."""
 
-    needs_inputs = True
-
     def __init__(self, stop_at=None):
         self.stop_at, self.num_calls = stop_at, 0
-
-    def fields(self):
-        return {"treatment": "2:4"}
 
     def __call__(self, weight_OI, statistic, dtype):
         self.num_calls += 1

@@ -51,14 +51,13 @@ def write_corpus(path: Path, texts: list[str]) -> Path:
 
 def on_encode(monkeypatch: pytest.MonkeyPatch, see: Callable[[Encoder, list[str], dict[str, Any]], object]) -> None:
     """Call `see(encoder, texts, options)` before each call of an encoder."""
-    for name in ("encode", "encode_blocks"):
-        encode = getattr(Encoder, name)
+    encode = Encoder.encode_blocks
 
-        def seen(self: Encoder, texts: list[str], *args: Any, encode: Any = encode, **options: Any) -> Any:
-            see(self, texts, options)
-            return encode(self, texts, *args, **options)
+    def seen(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+        see(self, texts, options)
+        return encode(self, texts, *args, **options)
 
-        monkeypatch.setattr(Encoder, name, seen)
+    monkeypatch.setattr(Encoder, "encode_blocks", seen)
 
 
 def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -94,22 +94,6 @@ def test_z_scores_equal_a_loop_written_out_with_ties_by_row(weight, top_k, max_s
         assert {first for first, second in pairs if second in places} <= places.keys()
 
 
-def test_the_ends_of_the_weight_are_the_two_searches(world):
-    dense = search_top_k(world[0], world[1], NUM_DOCUMENTS)
-    words, _ = BM25(world[2], str.split).search(QUERIES, NUM_DOCUMENTS)
-    assert fused(world, FusionRule(weight=0), NUM_DOCUMENTS).index_QK.tolist() == dense.index_QK.tolist()
-    assert fused(world, FusionRule(weight=1), NUM_DOCUMENTS).index_QK.tolist() == words.tolist()
-    few = fused(world, FusionRule("minmax", 0), 3).index_QK
-    assert few.tolist() == dense.index_QK[:, :3].tolist()
-
-
-@pytest.mark.parametrize("name", ["zscore", "minmax", "rrf"])
-def test_a_query_without_a_known_word_keeps_the_dense_order(name, world):
-    dense = search_top_k(world[0], world[1], 10).index_QK
-    found = fused(world, FusionRule(name), 10).index_QK
-    assert [QUERIES[query] for query in range(5) if found[query].tolist() == dense[query].tolist()] == ["unknown", ""]
-
-
 @pytest.mark.parametrize("name", ["zscore", "minmax"])
 def test_equal_dense_scores_keep_the_order_of_bm25(name, world):
     same = np.repeat(world[1][:1], NUM_DOCUMENTS, axis=0)
@@ -118,19 +102,6 @@ def test_equal_dense_scores_keep_the_order_of_bm25(name, world):
     assert found[:2].tolist() == words[:2].tolist()
     assert (score_QK[:2] > 0).any(axis=1).all()
     assert found[3].tolist() == list(range(NUM_DOCUMENTS))
-
-
-@pytest.mark.parametrize("name", ["zscore", "minmax", "rrf"])
-def test_one_document_is_found(name, world):
-    found = fused((world[0], world[1][:1], world[2][:1]), FusionRule(name), 3) if name != "zscore" else None
-    if found is None:
-        one = world[1][:1]
-        (found,) = fused_top_k(
-            QUERIES, world[0], BM25(["fox"]), 3, [FusionRule()], tiles=lambda: [one], nearest=lambda *_: None
-        )
-        assert found.score_QK.tolist() == [[0.0]] * 5
-    assert found.index_QK[:, 0].tolist() == [0] * 5
-    assert np.isfinite(found.score_QK[:, 0]).all()
 
 
 def test_equal_scores_may_have_another_order_than_the_rows(world):

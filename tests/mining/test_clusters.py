@@ -11,7 +11,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.mining import clusters
+from embeddings.mining import clusters, kmeans
 from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeatures, cluster_pairs
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.forks import in_a_child
@@ -63,8 +63,7 @@ def test_both_orders_are_trained_on_and_the_best_run_is_kept(features, source, t
     folder = cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     assert len({found.objective for found in runs}) == 3
     assert (folder.centroids == max(runs, key=lambda found: found.objective).centroids).all()
-    plain, swapped = features.rows(np.arange(60)), features.rows(np.arange(60), swapped=True)
-    assert (trained[0] == np.concatenate([plain, swapped])).all()
+    assert (trained[0] == np.concatenate(features.both_orders(np.arange(60)))).all()
     assert trained[0] is trained[2]
     cluster_pairs(features, source, tmp_path / "few", ClusterSettings(num_clusters=5, max_training_rows=7, num_runs=1))
     assert trained[-1].shape == (14, 16)
@@ -245,3 +244,12 @@ def test_equal_rows_are_reported(source, tmp_path, caplog):
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=10, num_iterations=2, num_runs=1))
     assert "of 10 clusters have no rows" in caplog.text
     assert "centroids are copies" in caplog.text
+
+
+def test_the_centroids_are_indexed_once_a_shard(features, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(clusters, "_BLOCK", 5)
+    indexed, index = [], kmeans._index
+    monkeypatch.setattr(kmeans, "_index", lambda *given: (indexed.append(given), index(*given))[1])
+    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    # In each iteration of three runs, for each of four shards, and for the neighbours.
+    assert len(indexed) == 3 * 4 + 4 + 1

@@ -13,7 +13,7 @@ from embeddings.mining.clusters import Bm25Features, VectorFeatures, _bm25_weigh
 from tests.data.cluster_folders import unit_vectors
 from tests.data.rows import labelled
 from tests.helpers.refusals import refused
-from tests.mining.pair_sources import made_vectors, source, topic_of, topic_source
+from tests.mining.pair_sources import made_vectors, source, topic_source
 
 
 def fitted(of, kind=VectorFeatures, **options):
@@ -38,7 +38,8 @@ def test_a_feature_is_query_and_first_positive_side_by_side_in_either_order(shar
     made, (queries, documents) = fitted(vectors), sides(vectors)
     assert (made.num_rows, made.embedding_dim) == (60, 16)
     rows = np.array([0, 3, 17, 18, 59])
-    plain, swapped = made.rows(rows), made.rows(rows, swapped=True)
+    plain, swapped = made.both_orders(rows)
+    np.testing.assert_array_equal(made.rows(rows), plain)
     np.testing.assert_allclose(plain, np.concatenate([queries, documents], axis=1)[rows] / 2**0.5, atol=1e-6)
     np.testing.assert_allclose(swapped, np.concatenate([documents, queries], axis=1)[rows] / 2**0.5, atol=1e-6)
     assert plain.dtype == np.float32
@@ -106,19 +107,6 @@ def test_weights_are_those_of_the_formula(tmp_path):
     weights = _bm25_weights(_term_counts(texts), learned).toarray()
     for row, expected in enumerate(bm25(texts)):
         np.testing.assert_allclose(sorted(weights[row][weights[row] > 0]), sorted(expected.values()), rtol=1e-6)
-
-
-def test_pairs_about_one_topic_are_close_and_both_orders_differ(tmp_path):
-    made = fitted_words(topic_source(tmp_path), svd_dim=8)
-    assert made.embedding_dim == 16
-    found = made.rows(np.arange(60))
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
-    topics = [topic_of(row) for row in range(60)]
-    cosines, same = found @ found.T, np.equal.outer(topics, topics)
-    assert cosines[same].mean() > 0.5
-    assert abs(cosines[~same].mean()) < 0.1
-    swapped = made.rows(np.arange(60), swapped=True)
-    np.testing.assert_allclose(swapped, np.concatenate([found[:, 8:], found[:, :8]], axis=1), atol=1e-6)
 
 
 def test_the_fit_depends_on_the_seed_only(tmp_path, monkeypatch):

@@ -87,19 +87,6 @@ def test_the_records_are_a_source_again_with_negatives_and_scores(tmp_path):
     assert report.removed["margin"] > 0
 
 
-def test_the_margin_removes_a_planted_false_negative(tmp_path):
-    rows = [*ROWS, {"query": "t0 else", "positive": "t0 answer 0 again"}]
-    found = {}
-    for margin in (0.95, None):
-        config = SourceConfig("pairs", str(write_jsonl(tmp_path / "pairs.jsonl", rows)))
-        output = tmp_path / f"{margin}.parquet"
-        mine_negatives(config, output, Teachers(["teacher"], partial(Teacher, spread=0.01)), NegativeRules(3, margin))
-        found[margin] = pq.read_table(output).to_pylist()[0]["negatives"]
-    assert all(text.startswith("t0") for text in found[None])
-    assert not any(text.startswith("t0") for text in found[0.95])
-    assert len(found[0.95]) == 3
-
-
 def test_shard_sizes_tasks_and_shared_vectors_change_no_record(tmp_path):
     run(tmp_path, "whole.parquet")
     whole = outputs(tmp_path, "whole.parquet")

@@ -18,7 +18,7 @@ from embeddings.mining.negatives import (
     choose_negatives,
     draw_documents,
 )
-from embeddings.mining.pair_index import index_pairs
+from embeddings.mining.pair_index import KnownPositives, index_pairs
 from tests.data.rows import write_jsonl
 from tests.helpers.refusals import refused
 from tests.mining.pair_sources import source
@@ -26,8 +26,8 @@ from tests.mining.pair_sources import source
 
 def survivors(candidates, facts, rules, q):
     """A query's remaining candidates as (mean, row, rank, judged level), hardest first, and the removal counts."""
-    own = facts.known_group_P == facts.group_Q[q]
-    rows, texts = set(facts.known_row_P[own].tolist()), set(facts.known_hash_P[own].tolist())
+    own = facts.known.group_P == facts.known.group_Q[q]
+    rows, texts = set(facts.known.row_P[own].tolist()), set(facts.known_hash_P[own].tolist())
     places = [c for c in range(candidates.row_QC.shape[1]) if candidates.row_QC[q, c] >= 0]
     means = {c: float(np.float32(np.mean(candidates.score_TQC[:, q, c].astype(float)))) for c in places}
     rank, seen, left, removed = 0, set(), [], Counter()
@@ -75,7 +75,7 @@ def world(seed, num_teachers=1, queries=6, width=12):
     known_row = generator.integers(0, 30, 8)
     positive = (generator.integers(-4, 5, (num_teachers, queries)) / 4).astype(np.float32)
     facts = MinedQueries(
-        np.arange(queries) + 100, generator.integers(0, 30, queries), group, known_group, known_row,
+        np.arange(queries) + 100, generator.integers(0, 30, queries), KnownPositives(group, known_group, known_row),
         np.where(generator.random(8) < 0.5, known_row, 500), positive,
     )  # fmt: skip
     return ScoredCandidates(row, text, scores), facts
@@ -118,17 +118,14 @@ def test_the_rules_equal_a_loop(options, num_teachers, few_known, monkeypatch):
     assert some > 0
 
 
-def one_query(scores, positive, **known):
+def one_query(scores, positive):
     """One query whose candidates are documents 0, 1, … with these scores, in one or several teachers' rows."""
     score_TQC = np.atleast_2d(np.array(scores, np.float32))[:, None]
     width = score_TQC.shape[2]
-    facts = MinedQueries(
-        np.array([0]), np.array([known.get("query_hash", -1)]), np.array([0]), np.array([0]),
-        np.array([known.get("row", 99)]), np.array([known.get("hash", 99)]),
-        np.atleast_1d(np.array(positive, np.float32))[:, None],
-    )  # fmt: skip
-    texts = np.array([known.get("hashes", range(width))])
-    return ScoredCandidates(np.arange(width)[None], texts, score_TQC), facts
+    zero, other = np.array([0]), np.array([99])
+    known = KnownPositives(zero, zero, other)
+    facts = MinedQueries(zero, np.array([-1]), known, other, np.atleast_1d(np.array(positive, np.float32))[:, None])
+    return ScoredCandidates(np.arange(width)[None], np.arange(width)[None], score_TQC), facts
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,8 @@ def test_a_draw_from_the_window_depends_only_on_seed_query_and_document():
     np.testing.assert_array_equal(choose_negatives(shuffled, facts, rules).row_QN, drawn.row_QN)
     last = ScoredCandidates(*(part[..., -1:, :] for part in candidates[:3]))
     alone = facts._replace(
-        number_Q=facts.number_Q[-1:], hash_Q=facts.hash_Q[-1:], group_Q=facts.group_Q[-1:],
+        number_Q=facts.number_Q[-1:], hash_Q=facts.hash_Q[-1:],
+        known=facts.known._replace(group_Q=facts.known.group_Q[-1:]),
         positive_score_TQ=facts.positive_score_TQ[:, -1:],
     )  # fmt: skip
     np.testing.assert_array_equal(choose_negatives(last, alone, rules).row_QN[0], drawn.row_QN[-1])
