@@ -178,7 +178,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         check_names([source.name for source in sources])
         check_minimum("batch_size", batch_size, 1)
         check_minimum("num_workers", num_workers, 0)
-        self._planned_sources = sources
+        self.sources = sources
         self.batch_size, self.sampler, self.num_workers = batch_size, sampler, num_workers
         self.cache_dir, self.seed = cache_dir, run_seed(seed)
         self._loader: ResumableLoader | None = None
@@ -200,14 +200,14 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
 
     @property
     def source_rows(self) -> dict[str, int]:
-        return dict(zip((source.name for source in self._planned_sources), self.sizes, strict=True))
+        return dict(zip((source.name for source in self.sources), self.sizes, strict=True))
 
     def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
         starts = [0, *accumulate(self.sizes)]
         rows_of: dict[str, list[int]] = {}
         for row in rows:
             source = bisect_right(starts, row) - 1
-            rows_of.setdefault(self._planned_sources[source].name, []).append(row - starts[source])
+            rows_of.setdefault(self.sources[source].name, []).append(row - starts[source])
         return rows_of
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -242,7 +242,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
             self._loader = None
 
     def _make_plan(self, sizes: Sequence[int], module: LightningModule | None) -> BatchSampler:
-        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
+        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self.sources])
         plan.set_needs(batch_needs(module))
         return plan
 
@@ -256,7 +256,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
 
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:
         """Check the sampler's options before the number of rows is known; the sizes are large enough for any batch."""
-        names = [source.name for source in self._planned_sources]
+        names = [source.name for source in self.sources]
         plan = self._make_plan([self.batch_size * trainer.world_size] * len(names), module)
         plan.check_sources(names)
         _ = plan.num_steps
@@ -321,6 +321,7 @@ class EmbeddingDataModule(PlannedDataModule):
     Distributed: needs Trainer(use_distributed_sampler=False), because the plan slices the batches for the ranks.
     """
 
+    sources: list[SourceConfig]
     text: TextSettings
 
     def __init__(
@@ -338,7 +339,7 @@ class EmbeddingDataModule(PlannedDataModule):
         super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed)
         check_minimum("num_negatives", num_negatives, 0)
         check_minimum("num_in_context_examples", num_in_context_examples, 0)
-        self._configured_text, self.sources = text or TextSettings(), sources
+        self._configured_text = text or TextSettings()
         self.text = self.text_for(TextSettings())
         self.num_negatives, self.num_in_context_examples = num_negatives, num_in_context_examples
         self.has_surrogates = any(source.surrogate_vectors is not None for source in sources)

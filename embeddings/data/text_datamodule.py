@@ -312,6 +312,7 @@ class TextDataModule(PlannedDataModule):
         the same number of batches, and rows of padding, which do not count, fill the last ones.
     """
 
+    sources: list[TextSource]
     row_length: int
 
     def __init__(
@@ -329,7 +330,7 @@ class TextDataModule(PlannedDataModule):
         super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed)
         check_names([source.name for source in validation_sources], "validation_sources")
         check_minimum("row_length", row_length, 2)
-        self.sources, self.validation_sources = sources, validation_sources
+        self.validation_sources = validation_sources
         self.row_length, self.append_eos = row_length, append_eos
         self._rows: RowMixture | None = None
         self._validation_rows: RowMixture | None = None
