@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from embeddings.data.documented_functions import (
     require_available,
     sources_digest,
 )
-from embeddings.data.readers import Block, blocks_of
+from embeddings.data.readers import blocks_of
 from embeddings.data.records import kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names, one_after_another
@@ -94,28 +94,22 @@ class Documents(SourceInputs):
         super().__init__(source, root)
         self.source = source
         self._modules = [file for package in _packages(source.packages or []) for file in find_sources(package)]
-        # The maximum number of documents; None if it is only known how many bytes their files have.
-        self.maximum = source.max_rows
         if source.packages:
             self.identity = [{"packages": sources_digest(self._modules)}]
-            self.maximum = min(len(self._modules), source.max_rows or len(self._modules))
 
     def __iter__(self) -> Iterator[str]:
-        modules = (decoded(module.path.read_bytes()) for module in self._modules)
-        texts = modules if self.source.packages else self._record_texts()
+        """The documents that are not blank, with a progress bar over the files that are read."""
+        title = f"tokenising {self.source.name}"
+        texts = self._module_texts(title) if self.source.packages else self._record_texts(title)
         return islice((text for text in texts if text.strip()), self.source.max_rows)
 
-    @property
-    def title(self) -> str:
-        return f"tokenising {self.source.name}"
+    def _module_texts(self, title: str) -> Iterator[str]:
+        for module in progress_bar(None, title, "document", iterable=self._modules):
+            yield decoded(module.path.read_bytes())
 
-    def _record_texts(self) -> Iterator[str]:
+    def _record_texts(self, title: str) -> Iterator[str]:
         column = self.source.column
-        readers = self.readers([column], [column])
-        blocks: Iterator[Block] = chain.from_iterable(reader.blocks() for reader in readers)
-        if self.maximum is None:
-            blocks = blocks_of(self.title, readers)
-        for block in blocks:
+        for block in blocks_of(title, self.readers([column], [column])):
             for where, fields in block.rows:
                 if column not in fields:
                     names = ", ".join(map(str, fields))[:80]
@@ -216,9 +210,7 @@ def open_stream(
 
 def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, identity: dict[str, object]) -> None:
     starts, total = array("q"), 0
-    options = {"disable": documents.maximum is None}
-    bar = progress_bar(documents.maximum, documents.title, "document", **options)
-    with open(folder / TOKENS_FILE, "wb") as file, bar:
+    with open(folder / TOKENS_FILE, "wb") as file:
         remaining = iter(documents)
         while texts := list(islice(remaining, _BATCH)):
             for ids in tokenizer(texts):
@@ -226,7 +218,6 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
                     starts.append(total)
                     total += len(ids)
                     file.write(np.asarray(ids, dtype=np.uint32).tobytes())
-            bar.update(len(texts))
     documents.require_unchanged()
     if total == 0:
         raise InputError(f"source {documents.source.name!r}", "contains no text", "use another source, or leave it out")
