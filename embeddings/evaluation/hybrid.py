@@ -17,9 +17,17 @@ from embeddings.common.io import check_disk_space
 from embeddings.common.text import format_table
 from embeddings.evaluation.bootstrap import Difference, paired_bootstrap
 from embeddings.evaluation.folders import Qrels, RetrievalFolder, query_ndcg, read_retrieval_folder, retrieval_metrics
-from embeddings.evaluation.runner import CUTOFFS, EvaluationResult, Metrics, checked_folders, query_and_tiles
+from embeddings.evaluation.runner import (
+    CUTOFFS,
+    EvaluationResult,
+    FolderEncoder,
+    Metrics,
+    checked_folders,
+    copied_tiles,
+    folder_context,
+)
 from embeddings.inference.bm25 import BM25, ENGLISH, tokenizer
-from embeddings.inference.context import require_context_size, sample_context
+from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, Vectors, check_widths
 from embeddings.inference.hybrid import WEIGHT, FusionRule, fused_top_k
 from embeddings.inference.search import CorpusSearch, TopK, search_top_k
@@ -177,10 +185,8 @@ def evaluate_hybrid(
     results: list[HybridResult] = []
     for name, folder in checked_folders(roots, read_retrieval_folder):
         words, start = BM25(folder.documents, tokenize), time.perf_counter()
-        context = None
-        if context_size is not None:
-            context = sample_context(encoder, folder.documents, context_size, context_seed)
-        query_QD, tiles = query_and_tiles(encoder, folder, prompt_name, context, name)
+        context = folder_context(encoder, folder, context_size, context_seed)
+        query_QD, tiles = FolderEncoder(encoder, name, prompt_name, context).query_and_tiles(folder)
         with _stored(tiles, len(folder.documents), query_QD.shape[1]) as document_ND:
             encoding_seconds = time.perf_counter() - start
             for width in widths:
@@ -209,10 +215,8 @@ def _stored(tiles: Iterable[Vectors], num_rows: int, width: int) -> Iterator[Vec
     check_disk_space(tempfile.gettempdir(), 4 * num_rows * width)
     with tempfile.TemporaryFile() as file:
         vector_ND = np.memmap(file, np.float32, "w+", shape=(num_rows, width))
-        start = 0
-        for tile_TD in tiles:
-            vector_ND[start : start + len(tile_TD)] = tile_TD
-            start += len(tile_TD)
+        for _ in copied_tiles(tiles, vector_ND):
+            pass
         yield vector_ND
 
 

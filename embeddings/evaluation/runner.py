@@ -121,14 +121,12 @@ def evaluate_widths(
         metrics_by_width = score_folder(encoder, name, folder, widths, settings)
         scored = [(metrics, folder.counts, time.perf_counter() - start) for metrics in metrics_by_width]
     else:
-        context = None
-        if context_size is not None:
-            context = sample_context(encoder, folder.context_texts, context_size, context_seed)
+        context = folder_context(encoder, folder, context_size, context_seed)
+        texts = FolderEncoder(encoder, name, prompt_name, context)
         if isinstance(folder, RetrievalFolder):
-            query_QD, tiles = query_and_tiles(encoder, folder, prompt_name, context, name)
-            scored = _score_retrieval(encoder, folder, query_QD, tiles, widths)
+            scored = _score_retrieval(encoder, folder, *texts.query_and_tiles(folder), widths)
         else:
-            scored = _score_pairs(encoder, folder, prompt_name, context, name, widths)
+            scored = _score_pairs(texts, folder, widths)
         encoding_seconds = time.perf_counter() - start - sum(seconds for *_, seconds in scored)
         scored = [(metrics, counts, encoding_seconds + seconds) for metrics, counts, seconds in scored]
     extra = {} if context_size is None else {"num_context": context_size}
@@ -215,15 +213,16 @@ def format_results(results: Sequence[EvaluationResult]) -> str:
 
 def score_retrieval(encoder: Encoder, folder: RetrievalFolder, context: Context | None = None) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    query_QD, tiles = query_and_tiles(encoder, folder, None, context)
+    query_QD, tiles = FolderEncoder(encoder, context=context).query_and_tiles(folder)
     document_ND = np.empty((len(folder.documents), encoder.embedding_dim), np.float32)
     [(metrics, counts, _)] = _score_retrieval(
-        encoder, folder, query_QD, _copied(tiles, document_ND), [encoder.embedding_dim]
+        encoder, folder, query_QD, copied_tiles(tiles, document_ND), [encoder.embedding_dim]
     )
     return RetrievalRun(metrics, counts, document_ND)
 
 
-def _copied(tiles: Iterable[Vectors], document_ND: Vectors) -> Iterator[Vectors]:
+def copied_tiles(tiles: Iterable[Vectors], document_ND: Vectors) -> Iterator[Vectors]:
+    """The tiles, each of which is also copied to its rows of `document_ND`."""
     start = 0
     for tile_TD in tiles:
         document_ND[start : start + len(tile_TD)] = tile_TD
@@ -231,55 +230,50 @@ def _copied(tiles: Iterable[Vectors], document_ND: Vectors) -> Iterator[Vectors]
         yield tile_TD
 
 
-def _options(
-    encoder: Encoder,
-    task_type: str,
-    prompt_name: str | None,
-    context: Context | None,
-    name: str,
-    role: TextRole | None = None,
-) -> dict[str, Any]:
-    """The arguments of an encoder for the texts of a folder in a role; None for sentences."""
-    text = encoder.embedder.text
-    if prompt_name is not None and role != "document":
-        prompt = text.prompt(prompt_name, "query")
-    else:
-        # The task of a folder has dots in its name instead of slashes (see `folder_tasks`).
-        prompt = task_prompt(text, name.replace("/", "."), task_type, role)
-    return {"context": context, "role": role or "document", "prompt": prompt}
+def folder_context(encoder: Encoder, folder: EvaluationFolder, size: int | None, seed: int) -> Context | None:
+    return None if size is None else sample_context(encoder, folder.context_texts, size, seed)
+
+
+class FolderEncoder(NamedTuple):
+    """An encoder with the name of a folder, by which prompts are chosen (see `task_prompt`), and the context."""
+
+    encoder: Encoder
+    name: str = ""
+    prompt_name: str | None = None
+    context: Context | None = None
+
+    def options(self, task_type: str, role: TextRole | None = None) -> dict[str, Any]:
+        """The arguments of the encoder for the texts in a role; None for sentences."""
+        text = self.encoder.embedder.text
+        if self.prompt_name is not None and role != "document":
+            prompt = text.prompt(self.prompt_name, "query")
+        else:
+            # The task of a folder has dots in its name instead of slashes (see `folder_tasks`).
+            prompt = task_prompt(text, self.name.replace("/", "."), task_type, role)
+        return {"context": self.context, "role": role or "document", "prompt": prompt}
+
+    def query_and_tiles(self, folder: RetrievalFolder) -> tuple[Vectors, Iterator[Vectors]]:
+        """The vectors of the queries, (Q, D), and those of the documents in tiles, which are encoded on demand."""
+        queries, documents = self.options("Retrieval", "query"), self.options("Retrieval", "document")
+        query_QD = self.encoder.encode(folder.queries, **queries)
+        blocks, per_tile = self.encoder.encode_blocks(folder.documents, **documents), DOCUMENT_TILE // TEXTS_PER_BLOCK
+        return query_QD, map(np.concatenate, iter(lambda: list(islice(blocks, per_tile)), []))
 
 
 def _score_pairs(
-    encoder: Encoder,
-    folder: TaskFolder,
-    prompt_name: str | None,
-    context: Context | None,
-    name: str,
-    widths: Sequence[int],
+    texts: FolderEncoder, folder: TaskFolder, widths: Sequence[int]
 ) -> list[tuple[Metrics, Counts, float]]:
     """Metrics, counts and seconds at each width."""
-    options = _options(encoder, "STS", prompt_name, context, name)
-    sides, score_N = np.split(encoder.encode(folder.context_texts, **options), 2), folder.splits["test"]["score"]
+    vector_ND = texts.encoder.encode(folder.context_texts, **texts.options("STS"))
+    sides, score_N = np.split(vector_ND, 2), folder.splits["test"]["score"]
     scored = []
     for width in widths:
         start = time.perf_counter()
-        unit = (unit_rows(vector_ND[:, :width]) for vector_ND in sides)
+        unit = (unit_rows(side_ND[:, :width]) for side_ND in sides)
         cosine_N = np.einsum("nd,nd->n", *unit, dtype=np.float64)
         metrics = {"cosine_spearman": spearman(cosine_N, np.array(score_N))}
         scored.append((metrics, folder.counts, time.perf_counter() - start))
     return scored
-
-
-def query_and_tiles(
-    encoder: Encoder, folder: RetrievalFolder, prompt_name: str | None, context: Context | None, name: str = ""
-) -> tuple[Vectors, Iterator[Vectors]]:
-    """The vectors of the queries, (Q, D), and those of the documents in tiles, which are encoded on demand."""
-    queries, documents = (
-        _options(encoder, "Retrieval", prompt_name, context, name, role) for role in ("query", "document")
-    )
-    query_QD = encoder.encode(folder.queries, **queries)
-    blocks, per_tile = encoder.encode_blocks(folder.documents, **documents), DOCUMENT_TILE // TEXTS_PER_BLOCK
-    return query_QD, map(np.concatenate, iter(lambda: list(islice(blocks, per_tile)), []))
 
 
 def _score_retrieval(
