@@ -361,7 +361,7 @@ def run_rows(
         rows.append(["hours", f"{' to '.join(map(_amount, hours))}{of_gpus}"])
         data = min(steps * pairs, options["pairs"] or steps * pairs) / pairs * tokens * BYTES_PER_TOKEN
         rows.append(["disk: converted data, GB", f"{_amount(data / GB)} at most"])
-    weights = {id(weight): weight for weight in module.parameters()}.values()
+    weights = list(module.parameters())
     trained_bytes = cost.trained * 4 * (1 + module.state_per_weight())
     frozen = [] if module.frozen_base is not None else [weight for weight in weights if not weight.requires_grad]
     frozen_bytes = sum(weight.numel() * weight.element_size() for weight in frozen)
