@@ -229,9 +229,11 @@ def test_no_update_is_lost_if_each_process_unlinks_the_lock(tmp_path):
 HANGING = """
 import sys, time
 from pathlib import Path
-from embeddings.common.io import atomic_folder
-with atomic_folder(Path(sys.argv[1])) as folder:
+from embeddings.common.io import atomic_folder, atomic_path
+target = Path(sys.argv[1])
+with atomic_folder(target) as folder, atomic_path(target.with_suffix(".txt")) as file:
     (folder / "half").write_text("half")
+    file.write_text("half")
     print("ready", flush=True)
     time.sleep(60)
 """
@@ -246,17 +248,6 @@ def test_a_folder_is_renamed_when_complete_and_an_error_leaves_nothing(tmp_path)
         assert not (tmp_path / "deep" / "target").exists()
     assert os.listdir(tmp_path / "deep") == ["target"]
     assert os.listdir(tmp_path / "deep" / "target") == ["file"]
-
-
-def test_a_killed_writer_leaves_no_target_and_the_next_one_cleans_up(tmp_path):
-    with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGKILL)
-    assert not (tmp_path / "target").exists()
-    assert any(name.startswith(".target.") for name in os.listdir(tmp_path))
-    with atomic_folder(tmp_path / "target") as folder:
-        (folder / "file").write_text("whole")
-    assert os.listdir(tmp_path) == ["target"]
 
 
 def test_a_scratch_folder_is_separate_and_removed_afterwards(tmp_path):
@@ -290,17 +281,16 @@ def test_processes_can_write_the_same_folders_at_once(tmp_path):
     assert all(os.listdir(tmp_path / str(index)) == ["file"] for index in range(30))
 
 
-def test_the_next_writer_in_a_folder_removes_the_partial_files_of_killed_writers_only(tmp_path):
-    hanging = HANGING.replace("atomic_folder", "atomic_path").replace('(folder / "half")', "folder")
-    living_writer = Command(["-c", hanging, str(tmp_path / "living")], stdout=subprocess.PIPE, text=True)
-    with living_writer as living:
+def test_the_next_writer_in_a_folder_removes_what_killed_writers_left_and_nothing_else(tmp_path):
+    with Command(["-c", HANGING, str(tmp_path / "living")], stdout=subprocess.PIPE, text=True) as living:
         assert living.stdout.readline() == "ready\n"
-        with Command(["-c", hanging, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as killed:
+        with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as killed:
             assert killed.stdout.readline() == "ready\n"
             killed.send_signal(signal.SIGKILL)
-        assert sum(name.endswith(".tmp") for name in os.listdir(tmp_path)) == 2
+        assert sum(name.endswith(".tmp") for name in os.listdir(tmp_path)) == 4
         (tmp_path / ".notes.tmp").write_text("mine")
         write_text(tmp_path / "other", "whole")
         left = sorted(name for name in os.listdir(tmp_path) if not name.endswith(".lock"))
-        assert [name.split(".")[1] if name.startswith(".") else name for name in left] == ["living", "notes", "other"]
+        names = [name.split(".")[1] if name.startswith(".") else name for name in left]
+        assert names == ["living", "living", "notes", "other"]
         living.send_signal(signal.SIGKILL)
