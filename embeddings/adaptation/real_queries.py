@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
 
 from embeddings.adaptation.candidates import Passage, key_of, read_passages
 from embeddings.common.errors import InputError, OptionError, shown
@@ -181,36 +180,27 @@ class Judgements:
 
     def find_answers(self, path: Path) -> None:
         """Find the passages that contain the answers of missing judgements, or that the answers contain."""
-        labels = [
-            label for label in self.missing if label.grade > 0 and len({*neutral_tokens(label.answer)}) >= _LEAST_ANSWER
-        ]
-        labels = labels[:MAX_ANSWERS]
-        column_of: dict[str, int] = {}
-        answers = [
-            {column_of.setdefault(word, len(column_of)) for word in neutral_tokens(label.answer)} for label in labels
-        ]
+        from sklearn.feature_extraction.text import CountVectorizer  # slow to import
+
+        known = ((label, {*neutral_tokens(label.answer)}) for label in self.missing if label.grade > 0)
+        answers = [(label, words) for label, words in known if len(words) >= _LEAST_ANSWER][:MAX_ANSWERS]
         if not answers:
             return
-        matrix_AV, length_A = _rows(answers, len(column_of)), np.array([len(answer) for answer in answers])
+        vectorizer = CountVectorizer(analyzer=set, dtype=np.int32)
+        matrix_AV = vectorizer.fit_transform(words for _, words in answers)
+        length_A = np.array([len(words) for _, words in answers])
         remaining = read_passages(path, "finding answers in")
         while block := list(islice(remaining, _BLOCK_PASSAGES)):
-            tokens = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
-            length_P = np.array([len(each) for each in tokens])
-            known = [{column_of[word] for word in each if word in column_of} for each in tokens]
-            matrix_PV = _rows(known, len(column_of))
-            shared_AP = (matrix_AV @ matrix_PV.T).tocoo()
+            words_of = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
+            length_P = np.array([len(words) for words in words_of])
+            shared_AP = (matrix_AV @ vectorizer.transform(words_of).T).tocoo()
             answer_K, passage_K = shared_AP.coords
             is_in_K = shared_AP.data >= _CONTAINED * length_A[answer_K]
             is_long_K = length_P[passage_K] >= _LEAST_PASSAGE
             is_in_K |= is_long_K & (shared_AP.data >= _CONTAINED * length_P[passage_K])
             for answer, passage in zip(answer_K[is_in_K].tolist(), passage_K[is_in_K].tolist(), strict=True):
-                self._record(labels[answer].query, block[passage], labels[answer].grade)
-
-
-def _rows(rows: Sequence[set[int]], width: int) -> sparse.csr_array:
-    columns = np.array([column for row in rows for column in sorted(row)], np.int64)
-    ends = np.cumsum([0, *map(len, rows)])
-    return sparse.csr_array((np.ones(len(columns), np.int32), columns, ends), shape=(len(rows), width))
+                label, _ = answers[answer]
+                self._record(label.query, block[passage], label.grade)
 
 
 # Items of the label file for one query, and the ranks in which variants are compared.
