@@ -1,7 +1,6 @@
 """Synthesis jobs: tasks and examples of a method's categories, or new negatives for existing records."""
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from embeddings.common.errors import InputError, OptionError, PreemptedError
-from embeddings.common.io import atomic_path, check_manifest, file_hash, file_sha256, text_hash, write_manifest
+from embeddings.common.io import check_manifest, file_hash, file_sha256, text_hash, write_json_lines, write_manifest
 from embeddings.common.jobs import ArrayTask, JobFolder, discard_on_user_error
 from embeddings.common.process import EXIT_INTERRUPTED, logger
 from embeddings.data.readers import open_reader
@@ -45,6 +44,7 @@ from embeddings.synthesis.validate import (
 # A job's folder: requests in rounds, the files that are written from the answers, and the report.
 
 Fields = Mapping[str, Any]
+REJECTED = "rejected.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ class Job:
     def path(self) -> Path:
         return self.folder.folder
 
-    def run(self, items: MakeItems, total: int, seed: int, extra_files: Mapping[str, Sequence[str]]) -> SynthesisReport:
-        """Request the items, then write each file, the lines of `extra_files`, and the manifest.
+    def run(self, items: MakeItems, total: int, seed: int, extra: Mapping[str, Sequence[Fields]]) -> SynthesisReport:
+        """Request the items, then write each file, the rows of `extra`, and the manifest.
 
         Of several tasks each writes what it knows, until one of them has all answers.
         """
@@ -207,33 +207,25 @@ class Job:
         if total and not outcome.records and not self.runner.exhausted:
             self.fail(f"all {len(outcome.rejections)}", outcome.rejections)
         with self.folder.lock():
-            return self.finished_report() or self._write(outcome, total, extra_files)
+            return self.finished_report() or self._write(outcome, total, extra)
 
     def fail(self, share: str, rejections: Sequence[Rejection]) -> NoReturn:
         """Write the rejected answers, and raise the error of a model whose answers cannot be used."""
-        self._write_file("rejected.jsonl", self._rejected_lines())
+        write_json_lines(self.path / REJECTED, map(Rejection._asdict, self.rejections))
         shown = [described(rejection.reason, rejection.detail) for rejection in rejections]
         raise unusable_error(self.runner.client.sampling, share, shown)
 
-    def _rejected_lines(self) -> list[str]:
-        # ASCII escapes, since an answer may contain unpaired surrogates.
-        return [json.dumps(item._asdict()) + "\n" for item in self.rejections]
-
-    def _write_file(self, name: str, lines: Iterable[str]) -> None:
-        with atomic_path(self.path / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(lines)
-
-    def _write(self, outcome: Outcome, total: int, extra_files: Mapping[str, Sequence[str]]) -> SynthesisReport:
-        records: dict[str, list[str]] = {}
+    def _write(self, outcome: Outcome, total: int, extra: Mapping[str, Sequence[Fields]]) -> SynthesisReport:
+        records: dict[str, list[Fields]] = {}
         for _, (name, fields) in sorted(outcome.records.items()):
-            records.setdefault(name, []).append(json.dumps(fields, ensure_ascii=False) + "\n")
-        files = {**records, **extra_files, "rejected.jsonl": self._rejected_lines()}
-        for name, content in files.items():
-            self._write_file(name, content)
+            records.setdefault(name, []).append(fields)
+        files = {**records, **extra, REJECTED: [*map(Rejection._asdict, self.rejections)]}
+        for name, rows in files.items():
+            write_json_lines(self.path / name, rows)
         journal = self.runner.journal
         report = SynthesisReport(
             num_wanted=total,
-            num_records={name: len(lines) for name, lines in sorted(records.items())},
+            num_records={name: len(rows) for name, rows in sorted(records.items())},
             rejected=dict(Counter(item.reason for item in self.rejections).most_common()),
             num_given_up=total - len(outcome.records) - len(outcome.wanted),
             num_unasked=outcome.num_unasked,
@@ -290,10 +282,6 @@ def open_job(
 
 def _has_answers(folder: Path) -> bool:
     return any(path.stat().st_size > 0 for path in journal_paths(folder))
-
-
-def _lines(rows: Iterable[Fields]) -> Iterator[str]:
-    return (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 # The plan of a job.
@@ -432,9 +420,9 @@ def synthesize(
             for name, found in tasks.items():
                 if not found and not job.runner.exhausted:
                     job.fail(f"{name}: all {len(rejections[name])}", rejections[name])
-        rows = ({"category": name, "task": text} for name, found in tasks.items() for text in found)
+        rows = [{"category": name, "task": text} for name, found in tasks.items() for text in found]
         items = partial(plan_items, plan, templates, tasks)
-        return job.run(items, plan.total, plan.seed, {"tasks.jsonl": list(_lines(rows))})
+        return job.run(items, plan.total, plan.seed, {"tasks.jsonl": rows})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:

@@ -450,14 +450,14 @@ def run_job(folder, client=None, identity=IDENTITY, size=SIZE, count=4):
     client = client or FakeClient(echo)
     client.limits = replace(client.limits, max_attempts=2)
     with open_job(folder, identity, size, client) as job:
-        return job.run(lambda: some_items(count), count, 0, {"extra.txt": ["one\n"]})
+        return job.run(lambda: some_items(count), count, 0, {"extra.jsonl": [{"n": 1}]})
 
 
 def test_each_file_has_its_records_in_the_order_of_the_items(tmp_path):
     report = run_job(tmp_path / "job", FakeClient(echo, shuffled=True))
     assert (tmp_path / "job" / "a.jsonl").read_text() == '{"query": "prompt 0"}\n{"query": "prompt 2"}\n'
     assert (tmp_path / "job" / "b.jsonl").read_text() == '{"query": "prompt 1"}\n{"query": "prompt 3"}\n'
-    assert (tmp_path / "job" / "extra.txt").read_text() == "one\n"
+    assert (tmp_path / "job" / "extra.jsonl").read_text() == '{"n": 1}\n'
     assert report.num_records == {"a.jsonl": 2, "b.jsonl": 2}
     assert (report.num_answers, report.prompt_tokens, report.complete) == (4, 8, True)
     client = FakeClient()
