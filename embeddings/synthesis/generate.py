@@ -299,7 +299,7 @@ class Plan:
     Args:
         method: `mgh` generates four negatives of graded similarity in five categories, `nv_embed` the paper's three
             categories.
-        num_examples: Records to request; None for 1,000.
+        num_examples: Records to request.
         num_brainstormed: Tasks to brainstorm; None for half of `num_examples`, as in NV-Embed.
         shares: Relative share of each category, such as `{short_long: 2, sts: 1}`; a missing category has share 0. None
             for the method's shares.
@@ -308,7 +308,7 @@ class Plan:
     """
 
     method: MethodName = "mgh"
-    num_examples: int | None = None
+    num_examples: int = 1_000
     num_brainstormed: int | None = None
     shares: Mapping[str, float] | None = None
     tasks: Path | None = None
@@ -333,10 +333,6 @@ class Plan:
         return METHODS[self.method]
 
     @property
-    def total(self) -> int:
-        return 1000 if self.num_examples is None else self.num_examples
-
-    @property
     def weights(self) -> dict[str, float]:
         """The share of each category with a share above 0, in the method's order."""
         shares = self.recipe.shares if self.shares is None else self.shares
@@ -352,15 +348,15 @@ class Plan:
         return Apportionment(list(self.weights.values()))
 
     def tasks_wanted(self) -> dict[str, int]:
-        half = max(1, self.total // 2)
+        half = max(1, self.num_examples // 2)
         counts = self._apportionment.counts(half if self.num_brainstormed is None else self.num_brainstormed)
         return {name: max(1, count) for name, count in zip(self.weights, counts, strict=True)}
 
     def order(self) -> Iterator[tuple[Category, int]]:
         """The category of each example, and its index within the category."""
         previous, categories = [0] * len(self.weights), self.categories
-        for num_examples in range(1, self.total + 1):
-            counts = self._apportionment.counts(num_examples)
+        for number in range(1, self.num_examples + 1):
+            counts = self._apportionment.counts(number)
             index = next(index for index, (old, new) in enumerate(zip(previous, counts, strict=True)) if new > old)
             yield categories[index], previous[index]
             previous = counts
@@ -410,7 +406,7 @@ def synthesize(
         "task_file_sha256": None if plan.tasks is None else file_sha256(plan.tasks),
         "templates_sha256": templates.sha256,
     }
-    with open_job(output, identity, {"num_examples": plan.total}, client, task) as job:
+    with open_job(output, identity, {"num_examples": plan.num_examples}, client, task) as job:
         if (finished := job.finished_report()) is not None:
             return finished
         if plan.tasks is None:
@@ -422,7 +418,7 @@ def synthesize(
                     job.fail(f"{name}: all {len(rejections[name])}", rejections[name])
         rows = [{"category": name, "task": text} for name, found in tasks.items() for text in found]
         items = partial(plan_items, plan, templates, tasks)
-        return job.run(items, plan.total, plan.seed, {"tasks.jsonl": rows})
+        return job.run(items, plan.num_examples, plan.seed, {"tasks.jsonl": rows})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
@@ -461,44 +457,32 @@ def brainstorm(
     """
     tasks: dict[str, dict[str, str]] = {name: {} for name in wanted}
     rejections: dict[str, list[Rejection]] = {name: [] for name in wanted}
-    num_calls = Counter[str]()
+    method, num_calls = templates.method, Counter[str]()
     for _ in range(MAX_ROUNDS):
-        requests = [
-            (name, number, _list_request(templates, name, number, seed))
-            for name, num_tasks in wanted.items()
-            for number in _next_calls(num_calls, name, num_tasks - len(tasks[name]), templates.method.tasks_per_list)
-        ]
+        requests: dict[tuple[str, int], Request] = {}
+        for name, num_tasks in wanted.items():
+            num_lists = -(-max(0, num_tasks - len(tasks[name])) // method.tasks_per_list)
+            for number in range(num_calls[name], num_calls[name] + num_lists):
+                prompt = templates.brainstorm(method.category(name), seed, number)
+                request = make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks, wants_object=False)
+                requests[name, number] = request
+            num_calls[name] += num_lists
         if not requests or runner.exhausted:
             break
-        runner.run(partial(enumerate, [request for *_, request in requests]), len(requests), "tasks")
-        for name, number, request in requests:
+        runner.run(partial(enumerate, requests.values()), len(requests), "tasks")
+        for (name, number), request in requests.items():
             answer = runner.journal.get(request.key)
             if answer is None:
                 continue
             try:
-                new_tasks = read_tasks(parse_answer(answer))
+                for task in read_tasks(parse_answer(answer)):
+                    tasks[name].setdefault(normalised(task), task)
             except RejectedAnswer as rejected:
-                id = f"tasks-{name}-{number}"
-                rejections[name].append(Rejection(id, 0, rejected.reason, rejected.detail))
-                continue
-            for task in new_tasks:
-                tasks[name].setdefault(normalised(task), task)
+                rejections[name].append(Rejection(f"tasks-{name}-{number}", 0, rejected.reason, rejected.detail))
     for name, num_tasks in wanted.items():
         if len(tasks[name]) < num_tasks:
             logger.warning("%s: %d different tasks, %d were requested", name, len(tasks[name]), num_tasks)
     return {name: list(found.values())[: wanted[name]] for name, found in tasks.items()}, rejections
-
-
-def _next_calls(num_calls: Counter[str], name: str, num_missing: int, tasks_per_list: int) -> range:
-    """The numbers of the next lists of a category, which are then counted."""
-    first = num_calls[name]
-    num_calls[name] += max(0, -(-num_missing // tasks_per_list))
-    return range(first, num_calls[name])
-
-
-def _list_request(templates: Templates, name: str, number: int, seed: int) -> Request:
-    prompt = templates.brainstorm(templates.method.category(name), seed, number)
-    return make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks, wants_object=False)
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
