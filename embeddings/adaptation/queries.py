@@ -114,11 +114,11 @@ class QueriesReport:
     notes: list[str] = field(default_factory=list)
     reused: bool = False
 
-    def count(self, kind: str, place: str) -> None:
-        self._kind(kind)[place] += 1
+    def count(self, kind: str, place: str, number: int = 1) -> None:
+        self._kind(kind)[place] += number
 
-    def reject(self, candidate: Candidate, reason: str) -> None:
-        rejected = self._kind(candidate.kind)["rejected"]
+    def reject(self, kind: str, reason: str) -> None:
+        rejected = self._kind(kind)["rejected"]
         rejected[reason] = rejected.get(reason, 0) + 1
 
     def _kind(self, kind: str) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class _Survey:
     def filtered(self, candidates: list[Candidate], is_kept: Sequence[bool], reason: str) -> list[Candidate]:
         """The candidates that are kept; the others are counted."""
         for each in compress(candidates, (not kept for kept in is_kept)):
-            self.report.reject(each, reason)
+            self.report.reject(each.kind, reason)
         return list(compress(candidates, is_kept))
 
 
@@ -391,7 +391,7 @@ def _collect(survey: _Survey, split: _Split) -> list[Candidate]:
                 continue
             report.count(each.kind, "proposed")
             if reason := survey.words.fault(each, passage):
-                report.reject(each, reason)
+                report.reject(each.kind, reason)
             else:
                 kept[each.kind] += 1
                 found.append(each)
@@ -404,16 +404,15 @@ def _written(
 ) -> list[Candidate]:
     """The candidates of a language model for passages that are not held out."""
     examples = [each for each in offered if not split.is_held_out(each.document)]
-    seed = survey.settings.seed
-    written = written_queries(survey.path, output, model, examples, split.is_held_out, survey.words, seed)
-    for _ in range(written.num_requests):
-        survey.report.count(MODEL_KIND, "proposed")
-    for candidate, reason in written.rejected:
-        survey.report.reject(candidate, reason)
-    survey.report.notes.append(written.note)
-    count = Counter(key_of(each.query) for each in written.candidates)
-    is_alone = [count[key_of(each.query)] == 1 for each in written.candidates]
-    return survey.filtered(written.candidates, is_alone, "several passages have it")
+    found, causes, note = written_queries(
+        survey.path, output, model, examples, split.is_held_out, survey.words, survey.settings.seed
+    )
+    survey.report.notes.append(note)
+    survey.report.count(MODEL_KIND, "proposed", len(found) + len(causes))
+    for cause in causes:
+        survey.report.reject(MODEL_KIND, cause)
+    count = Counter(key_of(each.query) for each in found)
+    return survey.filtered(found, [count[key_of(each.query)] == 1 for each in found], "several passages have it")
 
 
 def _asked(survey: _Survey, split: _Split, log: QueryLog) -> list[Candidate]:
