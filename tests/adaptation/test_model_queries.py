@@ -20,7 +20,7 @@ from embeddings.adaptation.model_queries import (
     read_query,
 )
 from embeddings.adaptation.queries import QuerySettings, make_queries
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError
 from embeddings.common.random import derive_seed
 from embeddings.synthesis.client import EndpointError
 from embeddings.synthesis.validate import Answer, RejectedAnswer
@@ -337,8 +337,6 @@ def test_a_server_that_is_not_there_or_lists_no_single_model_is_refused_before_a
     message = refused(InputError, "no connection", ask, server, passages, tmp_path / "out", model="m")
     assert "start the server" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["named", "named.work"]
-    refused(OptionError, "max_requests must be >= 1", QueryModel, "http://host/v1", max_requests=0)
-    refused(OptionError, "endpoint must be an HTTP URL", QueryModel, "host:8000")
 
 
 def test_a_command_that_ended_asks_nothing_twice_and_ends_with_the_same_files(passages, tmp_path):

@@ -115,22 +115,6 @@ def test_half_precision_stays_and_is_added_in_float32(tmp_path):
         assert torch.equal(tensor, (0.25 * old[name].float() + 0.75 * new[name].float()).bfloat16())
 
 
-def test_sharded_weights_are_read(tmp_path):
-    start, trained = write_models(tmp_path)
-    weights = weights_of(trained)
-    names = sorted(weights)
-    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
-    for file, part in parts.items():
-        save_file({name: weights[name] for name in part}, trained / file, metadata={"format": "pt"})
-    (trained / "model.safetensors").unlink()
-    (trained / MANIFEST).unlink()
-    index = {"metadata": {"total_size": 1}, "weight_map": {name: file for file, part in parts.items() for name in part}}
-    (trained / "model.safetensors.index.json").write_text(json.dumps(index))
-    interpolate_models(start, trained, tmp_path / "out", 1.0)
-    assert sorted(weights_of(tmp_path / "out")) == names
-    np.testing.assert_array_equal(vectors_of(tmp_path / "out"), vectors_of(trained))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

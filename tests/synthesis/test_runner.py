@@ -60,29 +60,6 @@ def test_concurrency_doubles_while_the_endpoint_answers_faster(capacity, maximum
     assert concurrency.value == expected
 
 
-@pytest.mark.parametrize(("is_parallel", "number", "expected"), [(True, 60, 8), (False, 40, 4)])
-def test_concurrent_requests_grow_at_a_server_that_works_on_several_at_once(is_parallel, number, expected, tmp_path):
-    """The number of requests that the server has at once; the first doubling is always tried."""
-    counts, lock, one_at_a_time = [0], threading.Lock(), threading.Lock()
-
-    def behaviour(prompt, seed, count):
-        with lock:
-            counts.append(counts[-1] + 1)
-        if is_parallel:
-            time.sleep(0.2)
-        else:
-            with one_at_a_time:
-                time.sleep(0.1)
-        with lock:
-            counts.append(counts[-1] - 1)
-        return Reply("[1]")
-
-    requests = [make_request(f"a/{number}", f"prompt {number}", 0, read) for number in range(number)]
-    with chat_server(behaviour) as server:
-        ask_all(tmp_path, ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=8)), requests)
-    assert max(counts) == expected
-
-
 def test_retries_halve_the_concurrency_which_then_grows_again():
     concurrency, now, values = Concurrency(16), 0.0, []
     for number in range(4000):
