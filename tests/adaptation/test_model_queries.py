@@ -24,7 +24,8 @@ from embeddings.common import InputError
 from embeddings.common.random import derive_seed
 from embeddings.synthesis.client import EndpointError
 from embeddings.synthesis.validate import Answer, RejectedAnswer
-from tests.adaptation.world import PLACES, VERBS, passage_rows, read_rows, write_rows
+from tests.adaptation.world import PLACES, VERBS, passage_rows, read_rows
+from tests.data.rows import write_rows
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import refused
 

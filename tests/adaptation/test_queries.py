@@ -15,7 +15,8 @@ from embeddings.data.store import open_cached
 from embeddings.evaluation import read_evaluation_folder
 from embeddings.inference.bm25 import BM25, neutral_tokens
 from embeddings.mining import EvaluationTexts
-from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.adaptation.world import passage_rows, read_rows
+from tests.data.rows import write_rows
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
 

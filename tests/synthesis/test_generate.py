@@ -395,10 +395,10 @@ def echo(prompt, seed, count):
     return says(query=prompt)
 
 
-def run_job(folder, client=None, identity=IDENTITY, size=SIZE, count=4):
+def run_job(folder, client=None, size=SIZE, count=4):
     client = client or FakeClient(echo)
     client.limits = replace(client.limits, max_attempts=2)
-    with open_job(folder, identity, size, client) as job:
+    with open_job(folder, IDENTITY, size, client) as job:
         return job.run(lambda: some_items(count), count, 0, {"extra.jsonl": [{"n": 1}]})
 
 
