@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from embeddings.adaptation.candidates import Passage, key_of, read_passages
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import check_regular, write_json_lines
+from embeddings.common.io import write_json_lines
 from embeddings.common.text import canonical
 from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
 from embeddings.evaluation.folders import read_retrieval_folder
@@ -75,31 +75,31 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> QueryLog:
     """
     if unknown := next((name for name in columns or {} if name not in _NAMES), None):
         raise OptionError("query_columns", unknown, f"must map {', '.join(_NAMES)}", "write {query: COLUMN}")
-    check_regular(path)
     if path.is_dir():
         return _read_folder(path)
     names = {**_NAMES, **{name: (column,) for name, column in (columns or {}).items()}}
-    # The text of each different query, by its key, and how often it was asked.
-    texts, count, labels, num_unjudged = dict[str, str](), Counter[str](), list[Label](), 0
-    row_of: dict[str, int] = {}
+    # The different queries, the row of each by its key, and how often it was asked.
+    queries, row_of, count = list[str](), dict[str, int](), Counter[int]()
+    labels, num_unjudged = list[Label](), 0
     for where, fields in _open(path, [name for each in names.values() for name in each]):
         found = {field: next((fields[name] for name in each if fields.get(name) is not None), None)
                  for field, each in names.items()}  # fmt: skip
         query = found["query"]
         if not isinstance(query, str) or not query.strip():
             raise InputError(where, f"has no query (found: {shown(', '.join(map(str, fields)))})", _HINT)
-        key = key_of(query)
-        row = row_of.setdefault(key, len(row_of))
-        texts.setdefault(key, " ".join(query.split()))
-        count[key] += 1
+        row = row_of.setdefault(key_of(query), len(queries))
+        if row == len(queries):
+            queries.append(" ".join(query.split()))
+        count[row] += 1
         is_judged = any(fields.get(name) is not None for name in names["relevant"])
         if not is_judged and any(name in fields for name in names["relevant"]):
             num_unjudged += 1
         else:
             grade = _grade(where, found["relevant"]) if is_judged else 1.0
             labels += [Label(row, grade, *label) for label in _labels(where, found)]
-    asked = row_of if labels else (key for key, _ in count.most_common(MAX_QUERIES))
-    return QueryLog([texts[key] for key in asked], labels, num_unjudged)
+    if not labels:
+        queries = [queries[row] for row, _ in count.most_common(MAX_QUERIES)]
+    return QueryLog(queries, labels, num_unjudged)
 
 
 def _open(path: Path, fields: Sequence[str]) -> Iterable[Row]:
@@ -224,12 +224,12 @@ def deciding_items(rankings: Mapping[str, Ints], limit: int = 100) -> list[tuple
                 if passage >= 0:
                     gain.setdefault((query, passage), [0.0] * len(rankings))[number] = 1 / np.log2(1 + rank)
     spread = {item: float(np.std(values)) for item, values in gain.items()}
-    chosen, count = list[tuple[int, int]](), dict[int, int]()
+    chosen, count = list[tuple[int, int]](), Counter[int]()
     for item in sorted(spread, key=lambda item: (-round(spread[item], 9), item)):
-        if spread[item] > 1e-9 and count.get(item[0], 0) < _PER_QUERY and len(chosen) < limit:
-            count[item[0]] = count.get(item[0], 0) + 1
+        if spread[item] > 1e-9 and count[item[0]] < _PER_QUERY:
+            count[item[0]] += 1
             chosen.append(item)
-    return chosen
+    return chosen[:limit]
 
 
 def write_label_file(path: Path, queries: Sequence[str], passages: Path, items: Sequence[tuple[int, int]]) -> int:

@@ -487,8 +487,6 @@ def brainstorm(
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
     """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are ignored."""
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "use the tasks.jsonl of another job")
     tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
     for where, fields in open_reader(path, ("category", "task"), ("category", "task")):
         name, task = fields.get("category"), fields.get("task")

@@ -320,7 +320,7 @@ def test_a_task_file_is_read_by_category(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "no such file"),
+        (None, "cannot be read"),
         ("", "is empty"),
         ('{"category": "short_long"}\n', "tasks.jsonl:1: is not a task"),
         ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is not a task"),
