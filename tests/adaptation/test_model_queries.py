@@ -240,57 +240,47 @@ def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp
     assert "at most 1,920 of answers; 0 answers are saved" in line
 
 
-def test_rejected_answers_are_counted_by_reason_and_saved(passages, tmp_path):
+def test_rejected_answers_are_saved_and_counted_by_reason(passages, tmp_path):
+    """Good answers too, by the filters that compare queries."""
+
     def behaviour(prompt, seed, count):
         title, _, text = passage_in(prompt).partition(" The ")
+        sentence = text.partition(".")[0]
+        absent = [each for each in (*VERBS, *PLACES) if each not in text]
         kinds = {
             0: "I'm sorry, but I can't assist with that.",
             1: title.replace(" >", ""),
             2: "Write one line: a short search query that this passage answers",
-            3: f"The {text.partition('.')[0]}",
+            3: f"The {sentence}",
             4: "which of them all is it",
+            # The same for passages of a document.
+            6: f"why is {title.split()[0]} near the reactor",
+            # Nearly a sentence that the passage offers.
+            7: f"The {sentence}x",
+            # Words that other passages have.
+            8: f"{text.split()[1]} {' '.join(absent[:8])} near",
         }
         return Reply(kinds.get(seed % 10, well(prompt)), finish_reason="length" if seed % 10 == 5 else "stop")
 
     with chat_server(behaviour) as server:
-        report = ask(server, passages, tmp_path / "out", max_requests=120)
+        report = ask(server, passages, tmp_path / "out", max_requests=200)
     count = Counter(request["seed"] % 10 for request in server.requests)
-    assert min(count.values()) > 2
+    assert min(count.values()) > 5
     rejected = report.kinds["model"]["rejected"]
     expected = ("refused", "repeats the title", "echoed prompt", "copied from the rest")
     assert [rejected[reason] for reason in expected] == [count[each] for each in range(4)]
-    assert rejected["shares too little with the rest"] == count[4]
+    assert rejected["shares too little with the rest"] >= count[4]
     assert rejected["cut off"] == count[5]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["kinds"]["model"]["rejected"] == rejected
-    assert sum(rejected.values()) + summary["kinds"]["model"]["training"] == 120
-    assert len(keys_of(tmp_path / "out")) == 120
-
-
-def test_a_models_queries_pass_the_filters_that_compare_queries(passages, tmp_path):
-    def behaviour(prompt, seed, count):
-        title, _, text = passage_in(prompt).partition(" The ")
-        absent = [each for each in (*VERBS, *PLACES) if each not in text]
-        kinds = {
-            # The same for passages of a document.
-            0: f"why is {title.split()[0]} near the reactor",
-            # Nearly a sentence that the passage offers.
-            1: f"The {text.partition('.')[0]}x",
-            # Words that other passages have.
-            2: f"{text.split()[1]} {' '.join(absent[:8])} near",
-        }
-        return Reply(kinds.get(seed % 4, well(prompt)))
-
-    with chat_server(behaviour) as server:
-        report = ask(server, passages, tmp_path / "out", max_requests=120)
-    asked = [request for request in server.requests if request["seed"] % 4 == 0]
+    asked = [request for request in server.requests if request["seed"] % 10 == 6]
     topics = [passage_in(request["messages"][-1]["content"]).split()[0] for request in asked]
     num_same = sum(topics.count(topic) > 1 for topic in topics)
-    rejected = report.kinds["model"]["rejected"]
-    assert num_same == rejected["several passages have it"] > 5
+    assert num_same == rejected["several passages have it"] > 2
     assert rejected["near-copy of another query"] > 5
     assert rejected["not found by the rest of its passage"] > 5
-    assert report.kinds["model"]["training"] > 25
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["kinds"]["model"]["rejected"] == rejected
+    assert sum(rejected.values()) + summary["kinds"]["model"]["training"] == 200
+    assert len(keys_of(tmp_path / "out")) == 200
 
 
 def test_no_query_of_a_model_resembles_an_evaluation_query(rows, passages, tmp_path):
