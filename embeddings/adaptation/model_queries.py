@@ -259,7 +259,7 @@ def read_query(query: str, passage: Passage, examples: Sequence[Candidate], stat
     opening = key_of(INSTRUCTION)[:40]
     if key in known or is_shown or opening in key or key.startswith("passage:"):
         raise RejectedAnswer("echoed_prompt", query)
-    candidate = Candidate(query, KIND, passage.title, passage.text, passage.id, passage.document)
+    candidate = passage.candidate(query, KIND)
     if fault := statistics.fault(candidate, passage) or _form_fault(query):
         raise RejectedAnswer("poor_query", fault)
     return candidate

@@ -423,7 +423,7 @@ def _asked(survey: _Survey) -> list[Candidate]:
     found = list[Candidate]()
     for passage in read_passages(survey.path, "finding real queries of") if queries_of else ():
         for query in queries_of.get(passage.id, ()):
-            found.append(Candidate(query, REAL, passage.title, passage.text, passage.id, passage.document))
+            found.append(passage.candidate(query, REAL))
             survey.report.count(REAL, "proposed")
     is_free = [not survey.is_held_out(each.document) for each in found]
     return survey.filtered(found, is_free, "its passage is held out")
@@ -439,8 +439,8 @@ def _linked(passage: Passage, is_start: bool, survey: _Survey, targets: set[str]
             for text, source in survey.links[name]:
                 if survey.is_held_out(source) == survey.is_held_out(passage.document):
                     repeats = survey.words.share(neutral_tokens(text), neutral_tokens(passage.title)) > 0.7
-                    title, heading = ("", heading_of(passage.title)) if repeats else (passage.title, "")
-                    found.append(Candidate(text, "anchor", title, passage.text, passage.id, passage.document, heading))
+                    heading = heading_of(passage.title) if repeats else ""
+                    found.append(passage.candidate(text, "anchor", heading=heading))
     return found
 
 
