@@ -75,12 +75,9 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The results of the items by their answers so far.
+    """The rejected answers so far and, by the item's index, the file and fields of each accepted record.
 
-    Attributes:
-        records: The file and fields of each accepted record, by the item's index.
-        rejections: The rejected answers.
-        wanted: The attempt that each unfinished item needs next, by the item's index.
+    `wanted` is the attempt that each unfinished item needs next.
     """
 
     records: dict[int, tuple[str, Fields]] = field(default_factory=dict)

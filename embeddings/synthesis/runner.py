@@ -170,12 +170,8 @@ class Concurrency:
     """The number of concurrent requests: it doubles from 2 while the answers then come faster, up to a maximum.
 
     The rate is measured in tokens, over three answers for each request in flight, after one for each as a warm-up. If a
-    doubling does not raise it by a fifth, it is taken back, and tried again eight measurements later. Retries halve the
-    number.
-
-    Attributes:
-        value: The number.
-        num_rests: Measurements until the next doubling.
+    doubling does not raise it by a fifth, it is taken back, and tried again eight measurements later (`num_rests`).
+    Retries halve the number (`value`).
     """
 
     def __init__(self, maximum: int) -> None:
