@@ -30,13 +30,6 @@ from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import refused
 
 
-@pytest.fixture(autouse=True)
-def direct(monkeypatch):
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("embeddings.synthesis.client.FIRST_DELAY", 0.001)
-
-
 @pytest.fixture(scope="module")
 def rows():
     return passage_rows()

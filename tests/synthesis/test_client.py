@@ -101,6 +101,7 @@ def test_examples_are_an_earlier_conversation():
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert ask(Reply("[1]"))[1].headers[0]["authorization"] == "Bearer none"
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     assert ask(Reply("[1]"))[1].headers[0]["authorization"] == "Bearer sk-secret"
