@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", EMBED_IMPORTS="tests")
+# The tests' own servers are not asked through a proxy.
+os.environ["no_proxy"] = "127.0.0.1"
 
 from pathlib import Path
 

@@ -41,6 +41,11 @@ class Passage(NamedTuple):
     file: str
     links: Sequence[tuple[str, str]] = ()
 
+    def candidate(self, query: str, kind: str, text: str | None = None, heading: str = "") -> "Candidate":
+        """A query for this passage, whose text without the query is `text`; with a `heading` it has no title."""
+        title, text = "" if heading else self.title, self.text if text is None else text
+        return Candidate(query, kind, title, text, self.id, self.document, heading)
+
 
 def read_passages(path: Path, purpose: str = "reading") -> Iterator[Passage]:
     """The passages of a file with `text` and optionally `_id`, `title`, `document`, `file` and `links`.
@@ -138,31 +143,25 @@ def proposals(passage: Passage, is_common: Any, is_section_start: bool) -> Itera
     `is_common` says of a heading whether other sections have it too. A heading describes the first passage of its
     section only.
     """
-
-    def candidate(kind: str, query: str, text: str, heading: str = "") -> Candidate:
-        title = "" if heading else passage.title
-        return Candidate(plain(query), kind, title, text, passage.id, passage.document, heading)
-
     if is_code(passage):
         for query, text in docstrings(passage.text):
-            yield candidate("docstring", query, text)
+            yield passage.candidate(plain(query), "docstring", text)
         return
     if is_section_start and passage.title:
         *_, parent, heading = ["", *filter(None, map(str.strip, passage.title.split(TRAIL)))]
         if is_question(heading):
-            yield candidate("question", heading, passage.text, heading)
+            yield passage.candidate(plain(heading), "question", heading=heading)
         else:
             is_vague = is_common(heading) or num_words(heading) < KINDS["heading"].least_words
-            yield candidate("heading", f"{parent} {heading}" if is_vague else heading, passage.text, heading)
+            query = f"{parent} {heading}" if is_vague else heading
+            yield passage.candidate(plain(query), "heading", heading=heading)
     parts = sentences(passage.text)
     for number, (start, stop, is_finished) in enumerate(parts):
         if is_finished and len(parts) > 1:
             query = passage.text[start:stop]
             is_last = number == len(parts) - 1
-            if is_question(query) and not is_last:
-                yield candidate("question", query, without(passage.text, start, stop))
-            else:
-                yield candidate("sentence", query, without(passage.text, start, stop))
+            kind = "question" if is_question(query) and not is_last else "sentence"
+            yield passage.candidate(plain(query), kind, without(passage.text, start, stop))
 
 
 _PROSE_SUFFIXES = word_set(".md .markdown .txt .rst .html .htm .pdf .docx .epub .tex .org")

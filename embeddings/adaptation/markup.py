@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import count, repeat
+from itertools import accumulate, count, repeat
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -294,12 +294,10 @@ def read_python(source: str, name: str) -> Document:
     parts = [part for part in stem.split("/") if part != "__init__"] or [stem]
     # The parser's lines end with \n alone after universal newlines.
     lines = source.split("\n")
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line) + 1)
+    starts = [0, *accumulate(len(line) + 1 for line in lines)]
     blocks = []
     for part in _definitions(tree.body, (".".join(parts),), lines, 1):
-        start, end = starts[part.start - 1], min(starts[part.end] - 1, len(source))
+        start, end = starts[part.start - 1], starts[part.end] - 1
         end = start + len(source[start:end].rstrip())
         if end > start:
             blocks.append(part._replace(start=start, end=end))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import regex
 
@@ -77,15 +77,6 @@ class QueryModel:
         return replace(self, model=find_model(self.endpoint, self.model))
 
 
-class Written(NamedTuple):
-    """The usable queries, the rejected answers with their reasons, the number of requests, and a line for the user."""
-
-    candidates: list[Candidate]
-    rejected: list[tuple[Candidate, str]]
-    num_requests: int
-    note: str
-
-
 def written_queries(
     path: Path,
     output: Path,
@@ -94,11 +85,12 @@ def written_queries(
     is_held_out: Callable[[str], bool],
     statistics: WordStatistics,
     seed: int,
-) -> Written:
-    """The queries that a model, which has its name, writes for passages, each good by itself (`WordStatistics.fault`).
+) -> tuple[list[Candidate], list[str], str]:
+    """The usable queries that a model writes for passages, why others are rejected, and a line for the user.
 
-    Examples are chosen of `offered`, the queries that passages which are not held out offer by themselves. The answers
-    are saved beside the output, in `OUTPUT.work`, in a folder of each model; a request that has one is not sent again.
+    The model has its name. Each query is good by itself (`WordStatistics.fault`). Examples are chosen of `offered`, the
+    queries that passages which are not held out offer by themselves. The answers are saved beside the output, in
+    `OUTPUT.work`, in a folder of each model; a request that has one is not sent again.
     """
     assert model.model is not None
     sampling = Sampling(model.model, TEMPERATURE, MAX_ANSWER_TOKENS, extra_body={"stop": ["\n"]}, stream=model.stream)
@@ -106,8 +98,8 @@ def written_queries(
     client = ChatClient(model.endpoint, sampling, Limits(max_attempts=1))
     examples = Examples(offered, seed)
     passages = _chosen(path, is_held_out, model.max_requests, seed)
-    requests = [_request(passage, examples, statistics, seed) for passage in passages]
-    candidates, rejected = list[Candidate](), list[tuple[Candidate, str]]()
+    requests = [_request(each, examples, statistics, seed) for each in passages]
+    candidates, causes = list[Candidate](), list[str]()
     with open_job(folder, {"kind": "model queries"}, {}, client) as job:
         journal = job.runner.journal
         missing = [request for request in requests if journal.get(request.key) is None]
@@ -115,7 +107,7 @@ def written_queries(
         job.runner.hint = f"name a stronger model, or leave out --endpoint (the answers are in {folder})"
         job.runner.run(lambda: enumerate(requests), len(requests), "queries")
         shown, num_tokens = list[str](), 0
-        for passage, request in zip(passages, requests, strict=True):
+        for request in requests:
             answer = journal.get(request.key)
             assert answer is not None
             num_tokens += (answer.prompt_tokens or 0) + (answer.completion_tokens or 0)
@@ -124,13 +116,13 @@ def written_queries(
                 assert isinstance(candidate, Candidate)
                 candidates.append(candidate)
             except RejectedAnswer as error:
-                rejected.append((_candidate(answer.content or "", passage), error.cause))
+                causes.append(error.cause)
                 shown.append(described(error.cause, answer.content or error.detail))
-        if rejected and not candidates:
-            raise unusable_error(sampling, f"all {len(rejected)}", shown, job.runner.hint)
+        if causes and not candidates:
+            raise unusable_error(sampling, f"all {len(causes)}", shown, job.runner.hint)
     asked = f"{sampling.model}: {len(requests)} passages asked about, {num_tokens} tokens"
     note = f"{asked}; the answers are in {folder.parent.name}, and its queries are for training only"
-    return Written(candidates, rejected, len(requests), note)
+    return candidates, causes, note
 
 
 def answer_folder(output: Path, sampling: Sampling) -> Path:
@@ -267,7 +259,7 @@ def read_query(query: str, passage: Passage, examples: Sequence[Candidate], stat
     opening = key_of(INSTRUCTION)[:40]
     if key in known or is_shown or opening in key or key.startswith("passage:"):
         raise RejectedAnswer("echoed_prompt", query)
-    candidate = _candidate(query, passage)
+    candidate = passage.candidate(query, KIND)
     if fault := statistics.fault(candidate, passage) or _form_fault(query):
         raise RejectedAnswer("poor_query", fault)
     return candidate
@@ -281,7 +273,3 @@ def _form_fault(query: str) -> str | None:
     tokens = _WORD.findall(key_of(query))
     runs = [tuple(tokens[start : start + _LEAST_REPEAT]) for start in range(len(tokens) - _LEAST_REPEAT + 1)]
     return "repeats itself" if len(set(runs)) < len(runs) else None
-
-
-def _candidate(query: str, passage: Passage) -> Candidate:
-    return Candidate(query, KIND, passage.title, passage.text, passage.id, passage.document)

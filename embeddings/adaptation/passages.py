@@ -354,14 +354,9 @@ def _word_cuts(text: str, start: int, end: int, starts: Sequence[int], step: int
 
 def _middle(text: str) -> int:
     """The place nearest to the middle of a text without outer white space where a word begins, else a letter."""
-    cuts = [match.end() for match in regex.finditer(r"\s+", text)]
-    if cuts:
-        middle: int = min(cuts, key=lambda cut: abs(2 * cut - len(text)))
-        return middle
-    cut = len(text) // 2
-    while cut + 1 < len(text) and unicodedata.category(text[cut])[0] == "M":
-        cut += 1
-    return cut
+    pattern = r"\s+" if regex.search(r"\s", text) else r"\X"
+    places = (match.end() for match in regex.finditer(pattern, text) if match.end() < len(text))
+    return min(places, key=lambda place: abs(2 * place - len(text)), default=len(text) // 2)
 
 
 def _size(starts: Sequence[int], first: int, last: int) -> int:

@@ -4,7 +4,7 @@ import heapq
 import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -114,11 +114,11 @@ class QueriesReport:
     notes: list[str] = field(default_factory=list)
     reused: bool = False
 
-    def count(self, kind: str, place: str) -> None:
-        self._kind(kind)[place] += 1
+    def count(self, kind: str, place: str, number: int = 1) -> None:
+        self._kind(kind)[place] += number
 
-    def reject(self, candidate: Candidate, reason: str) -> None:
-        rejected = self._kind(candidate.kind)["rejected"]
+    def reject(self, kind: str, reason: str) -> None:
+        rejected = self._kind(kind)["rejected"]
         rejected[reason] = rejected.get(reason, 0) + 1
 
     def _kind(self, kind: str) -> dict[str, Any]:
@@ -174,14 +174,14 @@ def make_queries(
     real = QueryLog([], []) if log is None else read_log(log, columns)
     survey = _Survey(passages, real, settings)
     if log is not None:
-        survey.find_judged(real, log)
-    split, report = _Split(survey, bool(real.labels)), survey.report
-    candidates = _collect(survey, split)
-    if model is not None and split.num_training >= MIN_PASSAGES:
-        candidates += _written(survey, split, candidates, model, output)
-    training, test = _select(survey, split, candidates)
-    training = [*_asked(survey, split, real), *training]
-    texts = [*(real.queries[row] for rows in split.real.values() for row in rows), *(each.query for each in test)]
+        survey.find_judged(log)
+    survey.split()
+    report, candidates = survey.report, _collect(survey)
+    if model is not None and survey.num_training >= MIN_PASSAGES:
+        candidates += _written(survey, candidates, model, output)
+    training, test = _select(survey, candidates)
+    training = [*_asked(survey), *training]
+    texts = [*(real.queries[row] for rows in survey.real.values() for row in rows), *(each.query for each in test)]
     training = _decontaminated(survey, training, texts, evaluation)
     if len({each.query for each in training if each.kind == REAL}) >= ENOUGH_REAL:
         is_kept = [each.kind in (REAL, MODEL_KIND) for each in training]
@@ -195,13 +195,13 @@ def make_queries(
     }
     report.counts |= {"pairs": len(pairs[PAIRS]), "model_pairs": len(pairs[MODEL_PAIRS])}
     report.counts |= {"pseudo_test_queries": len(test)}
-    report.counts |= {f"{name}_queries": len(rows) for name, rows in split.real.items()}
-    report.counts |= {"training_queries": len(split.trained)}
+    report.counts |= {f"{name}_queries": len(rows) for name, rows in survey.real.items()}
+    report.counts |= {"training_queries": len(survey.trained)}
     unjudged = [] if real.labels else real.queries
-    if not (training or test or unjudged or any(split.real.values())):
+    if not (training or test or unjudged or any(survey.real.values())):
         what = f"its {survey.num_passages} passages offer no queries ({_reasons(report)})"
         raise InputError(str(passages), what, "give --queries, or documents with sentences and headings")
-    if not training and split.num_training >= MIN_PASSAGES:
+    if not training and survey.num_training >= MIN_PASSAGES:
         report.notes.append(f"nothing to train on: the passages offer no queries ({_reasons(report)})")
     content = {name: value for name, value in asdict(report).items() if name != "reused"}
     with replaced_folder(output, {**inputs, "report": content}) as new:
@@ -214,7 +214,7 @@ def make_queries(
         if unjudged:
             texts_of = ({"_id": f"q{row:06d}", "text": text} for row, text in enumerate(unjudged))
             write_json_lines(new / "unjudged.jsonl", texts_of)
-        _write_real(new, real, survey, split)
+        _write_real(new, survey)
         if test:
             _write_pseudo(new / "evaluation-pseudo", passages, test)
     return report
@@ -230,10 +230,13 @@ def _reasons(report: QueriesReport) -> str:
 
 
 class _Survey:
-    """What is learned in the first pass over the passages: counts, judgements, links, and a sample of their words."""
+    """What is learned in the first pass over the passages: counts, judgements, links, and a sample of their words.
+
+    Then `split` says which documents are held out, and which real queries are for training, validation and test.
+    """
 
     def __init__(self, path: Path, log: QueryLog, settings: QuerySettings) -> None:
-        self.path, self.settings, self.report = path, settings, QueriesReport()
+        self.path, self.log, self.settings, self.report = path, log, settings, QueriesReport()
         self.num_passages = 0
         self.judgements = Judgements(log)
         # Passages by the file or heading that a link leads to: link text, document of the link.
@@ -280,27 +283,74 @@ class _Survey:
                 for name in {file, relative}:
                     self.links.setdefault(f"{name}#{fragment}", []).append((text, passage.document))
 
-    def find_judged(self, log: QueryLog, name: Path) -> None:
-        """Find the judged answers of a log in the passages, and note which queries are of no use."""
-        if not log.labels:
+    def find_judged(self, name: Path) -> None:
+        """Find the judged answers of the log in the passages, and note which queries are of no use."""
+        if not self.log.labels:
             useless = "no row is judged; fill in relevant with true or false"
-            if not log.num_unjudged:
+            if not self.log.num_unjudged:
                 useless = "the queries name no passages, so they only serve for the file of labels"
             self.report.notes.append(f"{name}: {useless}")
             return
         self.judgements.find_answers(self.path)
         if not self.judgements.documents:
-            example = next((label.name or label.answer for label in log.labels if label.grade > 0), "")
+            example = next((label.name or label.answer for label in self.log.labels if label.grade > 0), "")
             what = f"no query names a relevant passage of {self.path} (such as {example[:60]!r})"
             raise InputError(str(name), what, "write the id of a passage, the name of its document, or an answer")
-        num_queries = len({label.query for label in log.labels if label.grade > 0})
+        num_queries = len({label.query for label in self.log.labels if label.grade > 0})
         if lost := num_queries - len(self.judgements.documents):
             self.report.notes.append(f"{lost} of {num_queries} real queries name no passage, and are left out")
+
+    def split(self) -> None:
+        """Hold out documents, and divide the real queries."""
+        settings, notes, documents = self.settings, self.report.notes, self.judgements.documents
+        is_real = bool(self.log.labels)
+        share = settings.held_out_share
+        if share == 0 and not is_real:
+            rule = "must be > 0 without judged queries: there would be no test"
+            raise OptionError("held_out_share", share, rule, "give judgements by --queries, or leave it out")
+        share = (0.0 if is_real else HELD_OUT_SHARE) if share is None else share
+        document_D = np.unique(self.document_N)
+        # At least one document is on each side.
+        num_held_out = min(max(round(share * len(document_D)), 1), len(document_D) - 1) if share else 0
+        self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
+        # Queries about one document are on one side.
+        rows = sorted(sorted(documents), key=lambda row: derive_seed(settings.seed, "training", min(documents[row])))
+        share = settings.training_share
+        if share is None:
+            share = 0.0 if len(rows) < MANY_REAL else (1 - settings.validation_share) * 2 / 3
+        num_trained = round(share * len(rows))
+        self.trained = sorted(rows[:num_trained])
+        rows = sorted(rows[num_trained:], key=lambda row: derive_seed(settings.seed, "validation", str(row)))
+        num_validation = round(settings.validation_share * len(documents))
+        self.real = {"evaluation": sorted(rows[num_validation:]), "validation": sorted(rows[:num_validation])}
+        judged = set[str]().union(*(documents[row] for row in rows))
+        self._judged = judged if settings.hold_out_judged else set[str]()
+        hash_J = np.array(sorted(map(self.hash_of, self._judged)), np.uint64)
+        is_held_D = (np.arange(len(document_D)) < num_held_out) | np.isin(document_D, hash_J)
+        self.num_held_out = int(np.isin(self.document_N, document_D[is_held_D]).sum())
+        self.num_training = self.num_passages - self.num_held_out
+        self.report.counts = {
+            "passages": self.num_passages,
+            "documents": len(document_D),
+            "held_out_documents": int(is_held_D.sum()),
+            "held_out_passages": self.num_held_out,
+        }
+        if self.num_training < MIN_PASSAGES:
+            rest = f"{self.num_training} of {self.num_passages} passages are not held out"
+            judged_too = " (--hold-out-judged false trains on those that answer real queries)" if self._judged else ""
+            notes.append(f"{rest}, too few to train on: {MIN_PASSAGES} are needed{judged_too}; no pairs are written")
+            # Nothing is trained, so that all but the validation is a test.
+            self.real["evaluation"], self.trained = sorted([*self.real["evaluation"], *self.trained]), []
+        if not num_held_out and not self._judged and not is_real:
+            notes.append("there is one document: nothing can be held out, and there is no test")
+
+    def is_held_out(self, document: str) -> bool:
+        return self.hash_of(document) <= self._limit or document in self._judged
 
     def filtered(self, candidates: list[Candidate], is_kept: Sequence[bool], reason: str) -> list[Candidate]:
         """The candidates that are kept; the others are counted."""
         for each in compress(candidates, (not kept for kept in is_kept)):
-            self.report.reject(each, reason)
+            self.report.reject(each.kind, reason)
         return list(compress(candidates, is_kept))
 
 
@@ -313,71 +363,21 @@ def heading_of(title: str) -> str:
     return title.rpartition(TRAIL)[2].strip()
 
 
-class _Split:
-    """Which documents are held out, and which real queries are for validation and test."""
-
-    def __init__(self, survey: _Survey, is_real: bool) -> None:
-        settings, notes, documents = survey.settings, survey.report.notes, survey.judgements.documents
-        share = settings.held_out_share
-        if share == 0 and not is_real:
-            rule = "must be > 0 without judged queries: there would be no test"
-            raise OptionError("held_out_share", share, rule, "give judgements by --queries, or leave it out")
-        share = (0.0 if is_real else HELD_OUT_SHARE) if share is None else share
-        self._hash_of = survey.hash_of
-        document_D = np.unique(survey.document_N)
-        # At least one document is on each side.
-        num_held_out = min(max(round(share * len(document_D)), 1), len(document_D) - 1) if share else 0
-        self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
-        # Queries about one document are on one side.
-        order = {row: derive_seed(settings.seed, "training", min(documents[row])) for row in sorted(documents)}
-        share = settings.training_share
-        if share is None:
-            share = 0.0 if len(order) < MANY_REAL else (1 - settings.validation_share) * 2 / 3
-        rows, num_trained = sorted(order, key=lambda row: order[row]), round(share * len(order))
-        self.trained = sorted(rows[:num_trained])
-        rows = sorted(rows[num_trained:], key=lambda row: derive_seed(settings.seed, "validation", str(row)))
-        num_validation = round(settings.validation_share * len(documents))
-        self.real = {"evaluation": sorted(rows[num_validation:]), "validation": sorted(rows[:num_validation])}
-        judged = set[str]().union(*(documents[row] for row in rows))
-        self._judged = judged if settings.hold_out_judged else set[str]()
-        hash_J = np.array(sorted(map(survey.hash_of, self._judged)), np.uint64)
-        is_held_D = (np.arange(len(document_D)) < num_held_out) | np.isin(document_D, hash_J)
-        self.num_held_out = int(np.isin(survey.document_N, document_D[is_held_D]).sum())
-        self.num_training = survey.num_passages - self.num_held_out
-        survey.report.counts = {
-            "passages": survey.num_passages,
-            "documents": len(document_D),
-            "held_out_documents": int(is_held_D.sum()),
-            "held_out_passages": self.num_held_out,
-        }
-        if self.num_training < MIN_PASSAGES:
-            rest = f"{self.num_training} of {survey.num_passages} passages are not held out"
-            judged_too = " (--hold-out-judged false trains on those that answer real queries)" if self._judged else ""
-            notes.append(f"{rest}, too few to train on: {MIN_PASSAGES} are needed{judged_too}; no pairs are written")
-            # Nothing is trained, so that all but the validation is a test.
-            self.real["evaluation"], self.trained = sorted([*self.real["evaluation"], *self.trained]), []
-        if not num_held_out and not self._judged and not is_real:
-            notes.append("there is one document: nothing can be held out, and there is no test")
-
-    def is_held_out(self, document: str) -> bool:
-        return self._hash_of(document) <= self._limit or document in self._judged
-
-
-def _collect(survey: _Survey, split: _Split) -> list[Candidate]:
+def _collect(survey: _Survey) -> list[Candidate]:
     """The candidates of a second pass over the passages that no rule on a single one rejects, each for one passage."""
     settings, report = survey.settings, survey.report
-    is_trained = split.num_training >= MIN_PASSAGES
+    is_trained = survey.num_training >= MIN_PASSAGES
     share = {
-        False: settings.max_passages / max(1, split.num_training) if is_trained else 0.0,
-        True: _MAX_HELD_OUT / max(1, split.num_held_out),
+        False: settings.max_passages / max(1, survey.num_training) if is_trained else 0.0,
+        True: _MAX_HELD_OUT / max(1, survey.num_held_out),
     }
     found, section, targets = list[Candidate](), None, set[str]()
     # The passage of each query by its hash, empty if there are several; also of queries that are not used.
     owner: dict[int, str] = {}
     for passage in read_passages(survey.path, "making queries of"):
         is_start, section = (passage.document, passage.title) != section, (passage.document, passage.title)
-        is_held_out = split.is_held_out(passage.document)
-        offered = _linked(passage, is_start, survey, targets, split.is_held_out)
+        is_held_out = survey.is_held_out(passage.document)
+        offered = _linked(passage, is_start, survey, targets)
         if derive_seed(settings.seed, "sample", passage.id) < share[is_held_out] * _HALF:
             offered += proposals(passage, survey.is_common, is_start)
         elif not share[is_held_out]:
@@ -391,7 +391,7 @@ def _collect(survey: _Survey, split: _Split) -> list[Candidate]:
                 continue
             report.count(each.kind, "proposed")
             if reason := survey.words.fault(each, passage):
-                report.reject(each, reason)
+                report.reject(each.kind, reason)
             else:
                 kept[each.kind] += 1
                 found.append(each)
@@ -399,42 +399,37 @@ def _collect(survey: _Survey, split: _Split) -> list[Candidate]:
     return survey.filtered(found, is_alone, "several passages have it")
 
 
-def _written(
-    survey: _Survey, split: _Split, offered: list[Candidate], model: QueryModel, output: Path
-) -> list[Candidate]:
+def _written(survey: _Survey, offered: list[Candidate], model: QueryModel, output: Path) -> list[Candidate]:
     """The candidates of a language model for passages that are not held out."""
-    examples = [each for each in offered if not split.is_held_out(each.document)]
-    seed = survey.settings.seed
-    written = written_queries(survey.path, output, model, examples, split.is_held_out, survey.words, seed)
-    for _ in range(written.num_requests):
-        survey.report.count(MODEL_KIND, "proposed")
-    for candidate, reason in written.rejected:
-        survey.report.reject(candidate, reason)
-    survey.report.notes.append(written.note)
-    count = Counter(key_of(each.query) for each in written.candidates)
-    is_alone = [count[key_of(each.query)] == 1 for each in written.candidates]
-    return survey.filtered(written.candidates, is_alone, "several passages have it")
+    examples = [each for each in offered if not survey.is_held_out(each.document)]
+    found, causes, note = written_queries(
+        survey.path, output, model, examples, survey.is_held_out, survey.words, survey.settings.seed
+    )
+    survey.report.notes.append(note)
+    survey.report.count(MODEL_KIND, "proposed", len(found) + len(causes))
+    for cause in causes:
+        survey.report.reject(MODEL_KIND, cause)
+    count = Counter(key_of(each.query) for each in found)
+    return survey.filtered(found, [count[key_of(each.query)] == 1 for each in found], "several passages have it")
 
 
-def _asked(survey: _Survey, split: _Split, log: QueryLog) -> list[Candidate]:
+def _asked(survey: _Survey) -> list[Candidate]:
     """The real queries for training with each of their relevant passages that is not held out."""
     queries_of: dict[str, list[str]] = {}
-    for row in split.trained:
+    for row in survey.trained:
         for name, grade in survey.judgements.grades[row].items():
             if grade > 0:
-                queries_of.setdefault(name, []).append(log.queries[row])
+                queries_of.setdefault(name, []).append(survey.log.queries[row])
     found = list[Candidate]()
     for passage in read_passages(survey.path, "finding real queries of") if queries_of else ():
         for query in queries_of.get(passage.id, ()):
-            found.append(Candidate(query, REAL, passage.title, passage.text, passage.id, passage.document))
+            found.append(passage.candidate(query, REAL))
             survey.report.count(REAL, "proposed")
-    is_free = [not split.is_held_out(each.document) for each in found]
+    is_free = [not survey.is_held_out(each.document) for each in found]
     return survey.filtered(found, is_free, "its passage is held out")
 
 
-def _linked(
-    passage: Passage, is_start: bool, survey: _Survey, targets: set[str], is_held_out: Callable[[str], bool]
-) -> list[Candidate]:
+def _linked(passage: Passage, is_start: bool, survey: _Survey, targets: set[str]) -> list[Candidate]:
     """The texts of links that lead to a passage: the first of its file or of the section that the link names."""
     slug = "-".join(heading_of(passage.title).casefold().split())
     found = list[Candidate]()
@@ -442,16 +437,16 @@ def _linked(
         if name in survey.links and name not in targets:
             targets.add(name)
             for text, source in survey.links[name]:
-                if is_held_out(source) == is_held_out(passage.document):
+                if survey.is_held_out(source) == survey.is_held_out(passage.document):
                     repeats = survey.words.share(neutral_tokens(text), neutral_tokens(passage.title)) > 0.7
-                    title, heading = ("", heading_of(passage.title)) if repeats else (passage.title, "")
-                    found.append(Candidate(text, "anchor", title, passage.text, passage.id, passage.document, heading))
+                    heading = heading_of(passage.title) if repeats else ""
+                    found.append(passage.candidate(text, "anchor", heading=heading))
     return found
 
 
-def _select(survey: _Survey, split: _Split, candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+def _select(survey: _Survey, candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """The candidates for training and for the pseudo test, after the rules that compare them with each other."""
-    is_held_out = {each.document: split.is_held_out(each.document) for each in candidates}
+    is_held_out = {each.document: survey.is_held_out(each.document) for each in candidates}
     # Of two near-copies the one that is held out comes first, and is kept.
     candidates.sort(key=lambda each: not is_held_out[each.document])
     rule = NearDuplicates(_NEAR_COPY, shingle="character")
@@ -497,17 +492,17 @@ def _decontaminated(
     return survey.filtered(training, (reason_C == KEPT).tolist(), "resembles an evaluation query")
 
 
-def _write_real(new: Path, log: QueryLog, survey: _Survey, split: _Split) -> None:
+def _write_real(new: Path, survey: _Survey) -> None:
     """Write the folders of real queries; both have the same corpus."""
     passages, corpus = survey.path, None
-    for name, rows in split.real.items():
+    for name, rows in survey.real.items():
         if rows:
             # The output of `passages` is a corpus, whose vectors are then needed only once.
             if corpus is None and passages.suffix == ".jsonl" and manifest_path(passages).exists():
                 corpus = passages
             copied = read_passages(passages, "copying")
             documents = ({"_id": each.id, "title": each.title, "text": each.text} for each in copied)
-            queries = ({"_id": f"q{row:06d}", "text": log.queries[row], "kind": REAL} for row in rows)
+            queries = ({"_id": f"q{row:06d}", "text": survey.log.queries[row], "kind": REAL} for row in rows)
             grades = survey.judgements.grades
             qrels = ((f"q{row:06d}", each, grade) for row in rows for each, grade in grades[row].items())
             write_retrieval_folder(new / name, corpus or documents, queries, qrels)

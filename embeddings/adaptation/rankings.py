@@ -167,15 +167,18 @@ class Encoded:
     documents: VectorFolder | None
     compares_lengths: bool
     device: torch.device
+    whitening: Whitening | None = None
 
     def comparable(self, vector_ND: Vectors) -> Vectors:
-        """Vectors whose inner products are the model's scores."""
+        """Vectors whose inner products are the scores of the model, or of the whitened one."""
+        if self.whitening is not None:
+            return self.whitening(vector_ND)
         return vector_ND if self.compares_lengths else unit_rows(vector_ND)
 
-    def tiles(self, whitening: Whitening | None = None) -> Iterator[Vectors]:
+    def tiles(self) -> Iterator[Vectors]:
         """The vectors of all documents in blocks, ready for inner products."""
         assert self.documents is not None
-        return map(self.comparable if whitening is None else whitening, self.documents.tiles())
+        return map(self.comparable, self.documents.tiles())
 
 
 def encode_set(
@@ -242,10 +245,9 @@ def path_scores(
     return scores
 
 
-def searched(test: RetrievalSet, encoded: Encoded, whitening: Whitening | None = None) -> FolderSearch:
+def searched(test: RetrievalSet, encoded: Encoded) -> FolderSearch:
     """A set that is searched by a model's vectors."""
-    query_QD = (encoded.comparable if whitening is None else whitening)(encoded.query_QD)
-    return FolderSearch(test.folder, query_QD, partial(encoded.tiles, whitening), encoded.device)
+    return FolderSearch(test.folder, encoded.comparable(encoded.query_QD), encoded.tiles, encoded.device)
 
 
 @dataclass(frozen=True)
@@ -261,8 +263,7 @@ class Ranked:
         return cls(values, row_QK[:, : min(CUTOFFS)].copy())
 
 
-def pair_cosines(encoded: Encoded, whitening: Whitening | None = None) -> Floats:
-    sides = np.split(encoded.query_QD, 2)
-    first_ND, second_ND = (unit_rows(side) if whitening is None else whitening(side) for side in sides)
+def pair_cosines(encoded: Encoded) -> Floats:
+    first_ND, second_ND = map(encoded.whitening or unit_rows, np.split(encoded.query_QD, 2))
     cosine_N: Floats = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
     return cosine_N

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
 
 from embeddings.adaptation.candidates import Passage, key_of, read_passages
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import check_regular, write_json_lines
+from embeddings.common.io import write_json_lines
 from embeddings.common.text import canonical
 from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
 from embeddings.evaluation.folders import read_retrieval_folder
@@ -76,31 +75,31 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> QueryLog:
     """
     if unknown := next((name for name in columns or {} if name not in _NAMES), None):
         raise OptionError("query_columns", unknown, f"must map {', '.join(_NAMES)}", "write {query: COLUMN}")
-    check_regular(path)
     if path.is_dir():
         return _read_folder(path)
     names = {**_NAMES, **{name: (column,) for name, column in (columns or {}).items()}}
-    # The text of each different query, by its key, and how often it was asked.
-    texts, count, labels, num_unjudged = dict[str, str](), Counter[str](), list[Label](), 0
-    row_of: dict[str, int] = {}
+    # The different queries, the row of each by its key, and how often it was asked.
+    queries, row_of, count = list[str](), dict[str, int](), Counter[int]()
+    labels, num_unjudged = list[Label](), 0
     for where, fields in _open(path, [name for each in names.values() for name in each]):
         found = {field: next((fields[name] for name in each if fields.get(name) is not None), None)
                  for field, each in names.items()}  # fmt: skip
         query = found["query"]
         if not isinstance(query, str) or not query.strip():
             raise InputError(where, f"has no query (found: {shown(', '.join(map(str, fields)))})", _HINT)
-        key = key_of(query)
-        row = row_of.setdefault(key, len(row_of))
-        texts.setdefault(key, " ".join(query.split()))
-        count[key] += 1
+        row = row_of.setdefault(key_of(query), len(queries))
+        if row == len(queries):
+            queries.append(" ".join(query.split()))
+        count[row] += 1
         is_judged = any(fields.get(name) is not None for name in names["relevant"])
         if not is_judged and any(name in fields for name in names["relevant"]):
             num_unjudged += 1
         else:
             grade = _grade(where, found["relevant"]) if is_judged else 1.0
             labels += [Label(row, grade, *label) for label in _labels(where, found)]
-    asked = row_of if labels else (key for key, _ in count.most_common(MAX_QUERIES))
-    return QueryLog([texts[key] for key in asked], labels, num_unjudged)
+    if not labels:
+        queries = [queries[row] for row, _ in count.most_common(MAX_QUERIES)]
+    return QueryLog(queries, labels, num_unjudged)
 
 
 def _open(path: Path, fields: Sequence[str]) -> Iterable[Row]:
@@ -181,36 +180,27 @@ class Judgements:
 
     def find_answers(self, path: Path) -> None:
         """Find the passages that contain the answers of missing judgements, or that the answers contain."""
-        labels = [
-            label for label in self.missing if label.grade > 0 and len({*neutral_tokens(label.answer)}) >= _LEAST_ANSWER
-        ]
-        labels = labels[:MAX_ANSWERS]
-        column_of: dict[str, int] = {}
-        answers = [
-            {column_of.setdefault(word, len(column_of)) for word in neutral_tokens(label.answer)} for label in labels
-        ]
+        from sklearn.feature_extraction.text import CountVectorizer  # slow to import
+
+        known = ((label, {*neutral_tokens(label.answer)}) for label in self.missing if label.grade > 0)
+        answers = [(label, words) for label, words in known if len(words) >= _LEAST_ANSWER][:MAX_ANSWERS]
         if not answers:
             return
-        matrix_AV, length_A = _rows(answers, len(column_of)), np.array([len(answer) for answer in answers])
+        vectorizer = CountVectorizer(analyzer=set, dtype=np.int32)
+        matrix_AV = vectorizer.fit_transform(words for _, words in answers)
+        length_A = np.array([len(words) for _, words in answers])
         remaining = read_passages(path, "finding answers in")
         while block := list(islice(remaining, _BLOCK_PASSAGES)):
-            tokens = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
-            length_P = np.array([len(each) for each in tokens])
-            known = [{column_of[word] for word in each if word in column_of} for each in tokens]
-            matrix_PV = _rows(known, len(column_of))
-            shared_AP = (matrix_AV @ matrix_PV.T).tocoo()
+            words_of = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
+            length_P = np.array([len(words) for words in words_of])
+            shared_AP = (matrix_AV @ vectorizer.transform(words_of).T).tocoo()
             answer_K, passage_K = shared_AP.coords
             is_in_K = shared_AP.data >= _CONTAINED * length_A[answer_K]
             is_long_K = length_P[passage_K] >= _LEAST_PASSAGE
             is_in_K |= is_long_K & (shared_AP.data >= _CONTAINED * length_P[passage_K])
             for answer, passage in zip(answer_K[is_in_K].tolist(), passage_K[is_in_K].tolist(), strict=True):
-                self._record(labels[answer].query, block[passage], labels[answer].grade)
-
-
-def _rows(rows: Sequence[set[int]], width: int) -> sparse.csr_array:
-    columns = np.array([column for row in rows for column in sorted(row)], np.int64)
-    ends = np.cumsum([0, *map(len, rows)])
-    return sparse.csr_array((np.ones(len(columns), np.int32), columns, ends), shape=(len(rows), width))
+                label, _ = answers[answer]
+                self._record(label.query, block[passage], label.grade)
 
 
 # Items of the label file for one query, and the ranks in which variants are compared.
@@ -234,12 +224,12 @@ def deciding_items(rankings: Mapping[str, Ints], limit: int = 100) -> list[tuple
                 if passage >= 0:
                     gain.setdefault((query, passage), [0.0] * len(rankings))[number] = 1 / np.log2(1 + rank)
     spread = {item: float(np.std(values)) for item, values in gain.items()}
-    chosen, count = list[tuple[int, int]](), dict[int, int]()
+    chosen, count = list[tuple[int, int]](), Counter[int]()
     for item in sorted(spread, key=lambda item: (-round(spread[item], 9), item)):
-        if spread[item] > 1e-9 and count.get(item[0], 0) < _PER_QUERY and len(chosen) < limit:
-            count[item[0]] = count.get(item[0], 0) + 1
+        if spread[item] > 1e-9 and count[item[0]] < _PER_QUERY:
+            count[item[0]] += 1
             chosen.append(item)
-    return chosen
+    return chosen[:limit]
 
 
 def write_label_file(path: Path, queries: Sequence[str], passages: Path, items: Sequence[tuple[int, int]]) -> int:

@@ -1,8 +1,6 @@
 """reStructuredText, read by docutils, also with Sphinx' directives and roles, which docutils does not know."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from docutils import core, nodes
@@ -11,7 +9,7 @@ from docutils.parsers.rst import directives, roles
 from docutils.utils import unescape
 from docutils.writers import html4css1
 
-from embeddings.adaptation.markup import Builder, Document, add_html, word_set
+from embeddings.adaptation.markup import Document, read_html, word_set
 
 _LEFT_OUT = word_set(
     "toctree image figure include literalinclude index contents autosummary automodule autoclass autofunction raw role"
@@ -86,21 +84,15 @@ def _text_of_role(name: str, rawtext: str, text: str, *_: Any, **__: Any) -> tup
     return [nodes.Text(text.rpartition(".")[2] if text.startswith("~") else text.removeprefix("!"))], []
 
 
-@contextmanager
-def _every_name() -> Iterator[None]:
-    """While this is open, docutils finds a directive or role of any name."""
+def read_rst(text: str) -> Document:
+    """reStructuredText without its markup; what docutils cannot resolve remains as text."""
+    # Meanwhile docutils finds a directive or role of any name.
     lookups: Any = (_directive, _role)
     directives.directive, roles.role = lookups
     try:
-        yield
+        document = core.publish_doctree(text, settings_overrides=_SETTINGS)
     finally:
         directives.directive, roles.role = _find_directive, _find_role
-
-
-def read_rst(text: str) -> Document:
-    """reStructuredText without its markup; what docutils cannot resolve remains as text."""
-    with _every_name():
-        document = core.publish_doctree(text, settings_overrides=_SETTINGS)
     # Messages that the writer would append.
     document.transform_messages = []
     replaced: list[tuple[nodes.Element, list[Any]]] = [
@@ -110,7 +102,6 @@ def read_rst(text: str) -> Document:
     ]
     for node, others in replaced:
         node.parent.replace(node, others)
-    builder, writer = Builder(), html4css1.Writer()
+    writer = html4css1.Writer()
     core.publish_from_doctree(document, writer=writer, settings_overrides=_SETTINGS)
-    add_html(writer.parts["body"], builder)
-    return builder.document()
+    return read_html(writer.parts["body"])

@@ -5,7 +5,7 @@ each trained model, and each trained model fused with BM25. BM25 alone is shown,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -129,14 +129,10 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict as JSON types, without the scores of each query."""
-        names = ("models", "language", "counts")
-        facts: dict[str, Any] = {"generator": GENERATOR, **{name: getattr(self, name) for name in names}}
-        facts["fusion"] = {label: asdict(rule) for label, rule in self.rules.items()}
-        facts["tuned"] = {label: _plain(each.difference) for label, each in self.tuned.items()}
-        facts["min_real_queries"] = MIN_REAL_QUERIES
-        facts["groups"] = [_plain(group) for group in self.groups]
-        facts["general"] = [_plain(each) for each in self.general]
-        return facts | {"recommendation": _plain(self.recommendation)}
+        facts: dict[str, Any] = {"models": self.models, "language": self.language, "counts": self.counts}
+        facts |= {"fusion": self.rules, "tuned": {label: each.difference for label, each in self.tuned.items()}}
+        facts |= {"groups": self.groups, "general": self.general, "recommendation": self.recommendation}
+        return {"generator": GENERATOR, "min_real_queries": MIN_REAL_QUERIES, **_plain(facts)}
 
     def query_rows(self) -> list[dict[str, Any]]:
         """One row per query: its kind, and nDCG@10 and the ids of the ten first documents of each variant."""
@@ -206,14 +202,14 @@ def compare(
         for label, one in of_judge.items():
             tuned[label] = tune_weight(rule, judge.folder.qrels, partial(searched(judge, one).fused, words_of(judge)))
     rules = {label: tuned[label].rule if label in tuned else rule for label in models}
-    ranked, whitenings = [], list[Whitening | None]()
-    for test, each in zip(tests, encoded, strict=False):
-        rows, whitening = _variant_rows(test, each, words_of(test), rules)
+    ranked, whitenings = [], [_whitening(test, each) for test, each in zip(tests, encoded, strict=False)]
+    for test, each, whitening in zip(tests, encoded, whitenings, strict=False):
+        rows = _variant_rows(test, _with_whitened(each, whitening), words_of(test), rules)
         ranked.append({name: Ranked.of(test, row_QK) for name, row_QK in rows.items()})
-        whitenings.append(whitening)
     groups = [group for test, each in zip(tests, ranked, strict=True) for group in _groups(test, each)]
+    # The whitening of the first corpus, with which a whitened model would be written.
     pairs = zip(others, encoded[len(tests) :], strict=False)
-    of_general = [_general(other, each, whitenings[0]) for other, each in pairs]
+    of_general = [_general(other, _with_whitened(each, whitenings[0])) for other, each in pairs]
     counts = {test.name: _counts(test) for test in tests}
     decision = recommend(_real_scores(tests, ranked))
     return Verdict(models, language, rules, tuned, counts, groups, of_general, decision, tests, ranked)
@@ -256,7 +252,7 @@ def rank_queries(
     test, models = RetrievalSet.unlabelled(corpus, queries), _models(start, trained)
     (encoded,) = _encode_all(models, [test], vectors)
     words, rules = BM25(test.folder.documents, tokenizer(language)), dict.fromkeys(models, FusionRule())
-    rows, _ = _variant_rows(test, encoded, words, rules)
+    rows = _variant_rows(test, _with_whitened(encoded, _whitening(test, encoded)), words, rules)
     return {name: row_QK[:, : min(CUTOFFS)] for name, row_QK in rows.items()}
 
 
@@ -291,22 +287,31 @@ def _encode_all(
     return encoded
 
 
+def _whitening(test: RetrievalSet, encoded: Mapping[str, Encoded]) -> Whitening | None:
+    start = encoded[START]
+    whitening = None if start.compares_lengths else Whitening.of(start.tiles())
+    if whitening is None:
+        logger.info("%s: not whitened, which needs %d documents and cosines", test.name, MIN_DOCUMENTS)
+    return whitening
+
+
+def _with_whitened(encoded: Mapping[str, Encoded], whitening: Whitening | None) -> dict[str, Encoded]:
+    """A set as each model encoded it and, after the start, as the whitened one would."""
+    start = encoded[START]
+    whitened = {} if whitening is None else {WHITENED: replace(start, whitening=whitening)}
+    return {START: start, **whitened, **encoded}
+
+
 def _variant_rows(
     test: RetrievalSet, encoded: Mapping[str, Encoded], words: BM25, rules: Mapping[str, FusionRule]
-) -> tuple[dict[str, Rows], Whitening | None]:
-    """The best 100 documents of each query by each variant, (Q, K), and the whitening of the corpus."""
-    of_start, trained = encoded[START], [label for label in encoded if label != START]
-    whitening = None if of_start.compares_lengths else Whitening.of(of_start.tiles())
+) -> dict[str, Rows]:
+    """The best 100 documents of each query by each variant, (Q, K)."""
     searches = {label: searched(test, each) for label, each in encoded.items()}
-    start = searches[START]
-    rows = {BM25_ALONE: start.words(words), START: start.dense(), HYBRID: start.fused(words, [rules[START]])[0]}
-    if whitening is not None:
-        rows[WHITENED] = searched(test, of_start, whitening).dense()
-    else:
-        logger.info("%s: not whitened, which needs %d documents and cosines", test.name, MIN_DOCUMENTS)
-    rows |= {label: searches[label].dense() for label in trained}
-    rows |= {f"{label} + {HYBRID}": searches[label].fused(words, [rules[label]])[0] for label in trained}
-    return rows, whitening
+    start, *others = searches
+    fused = {label: searches[label].fused(words, [rule])[0] for label, rule in rules.items()}
+    rows = {BM25_ALONE: searches[start].words(words), START: searches[start].dense(), HYBRID: fused.pop(start)}
+    rows |= {label: searches[label].dense() for label in others}
+    return rows | {f"{label} + {HYBRID}": row_QK for label, row_QK in fused.items()}
 
 
 def _counts(test: RetrievalSet) -> dict[str, int]:
@@ -334,24 +339,18 @@ def _groups(test: RetrievalSet, ranked: Mapping[str, Ranked]) -> list[Group]:
     return groups
 
 
-def _general(
-    each: RetrievalSet | SimilaritySet, encoded: Mapping[str, Encoded], whitening: Whitening | None
-) -> General:
+def _general(each: RetrievalSet | SimilaritySet, encoded: Mapping[str, Encoded]) -> General:
     """The scores on a set of another domain: nDCG@10, or the rank correlation of cosines with human scores."""
-    of_start = encoded[START]
-    # The whitening of the first corpus, with which a whitened model would be written.
-    used = {START: (of_start, None), **({} if whitening is None else {WHITENED: (of_start, whitening)})}
-    used |= {label: (one, None) for label, one in encoded.items() if label != START}
-    others = [name for name in used if name != START]
+    others = [name for name in encoded if name != START]
     if isinstance(each, RetrievalSet):
         metric, num_rows = "ndcg_at_10", len(each.folder.queries)
-        rows = {name: searched(each, *options).dense() for name, options in used.items()}
+        rows = {name: searched(each, one).dense() for name, one in encoded.items()}
         scores = {name: Ranked.of(each, row_QK).metrics[metric] for name, row_QK in rows.items()}
         values = {name: float(score_Q.mean()) for name, score_Q in scores.items()}
         differences = {name: paired_bootstrap(scores[name], scores[START]) for name in others}
     else:
         metric, num_rows = "cosine_spearman", len(each.score_N)
-        cosines = {name: pair_cosines(*options) for name, options in used.items()}
+        cosines = {name: pair_cosines(one) for name, one in encoded.items()}
         values = {name: spearman(cosine_N, each.score_N) for name, cosine_N in cosines.items()}
         changes = {name: partial(_change, cosines[name], cosines[START], each.score_N) for name in others}
         differences = {name: bootstrap(change, num_rows) for name, change in changes.items()}

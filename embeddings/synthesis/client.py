@@ -188,7 +188,6 @@ def _key() -> str:
 
 def find_model(endpoint: str, name: str | None = None) -> str:
     """The given name, or that of the only model that an endpoint lists; an `InputError` if nothing answers there."""
-    check_endpoint(endpoint)
     openai: Any = require("openai", "synthesis")
     problem, names = "does not list its models", list[str]()
     try:

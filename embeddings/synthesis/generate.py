@@ -1,7 +1,6 @@
 """Synthesis jobs: tasks and examples of a method's categories, or new negatives for existing records."""
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from embeddings.common.errors import InputError, OptionError, PreemptedError
-from embeddings.common.io import atomic_path, check_manifest, file_hash, file_sha256, text_hash, write_manifest
+from embeddings.common.io import check_manifest, file_hash, file_sha256, text_hash, write_json_lines, write_manifest
 from embeddings.common.jobs import ArrayTask, JobFolder, discard_on_user_error
 from embeddings.common.process import EXIT_INTERRUPTED, logger
 from embeddings.data.readers import open_reader
@@ -45,6 +44,7 @@ from embeddings.synthesis.validate import (
 # A job's folder: requests in rounds, the files that are written from the answers, and the report.
 
 Fields = Mapping[str, Any]
+REJECTED = "rejected.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,9 @@ class Rejection(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The results of the items by their answers so far.
+    """The rejected answers so far and, by the item's index, the file and fields of each accepted record.
 
-    Attributes:
-        records: The file and fields of each accepted record, by the item's index.
-        rejections: The rejected answers.
-        wanted: The attempt that each unfinished item needs next, by the item's index.
+    `wanted` is the attempt that each unfinished item needs next.
     """
 
     records: dict[int, tuple[str, Fields]] = field(default_factory=dict)
@@ -195,8 +192,8 @@ class Job:
     def path(self) -> Path:
         return self.folder.folder
 
-    def run(self, items: MakeItems, total: int, seed: int, extra_files: Mapping[str, Sequence[str]]) -> SynthesisReport:
-        """Request the items, then write each file, the lines of `extra_files`, and the manifest.
+    def run(self, items: MakeItems, total: int, seed: int, extra: Mapping[str, Sequence[Fields]]) -> SynthesisReport:
+        """Request the items, then write each file, the rows of `extra`, and the manifest.
 
         Of several tasks each writes what it knows, until one of them has all answers.
         """
@@ -207,33 +204,25 @@ class Job:
         if total and not outcome.records and not self.runner.exhausted:
             self.fail(f"all {len(outcome.rejections)}", outcome.rejections)
         with self.folder.lock():
-            return self.finished_report() or self._write(outcome, total, extra_files)
+            return self.finished_report() or self._write(outcome, total, extra)
 
     def fail(self, share: str, rejections: Sequence[Rejection]) -> NoReturn:
         """Write the rejected answers, and raise the error of a model whose answers cannot be used."""
-        self._write_file("rejected.jsonl", self._rejected_lines())
+        write_json_lines(self.path / REJECTED, map(Rejection._asdict, self.rejections))
         shown = [described(rejection.reason, rejection.detail) for rejection in rejections]
         raise unusable_error(self.runner.client.sampling, share, shown)
 
-    def _rejected_lines(self) -> list[str]:
-        # ASCII escapes, since an answer may contain unpaired surrogates.
-        return [json.dumps(item._asdict()) + "\n" for item in self.rejections]
-
-    def _write_file(self, name: str, lines: Iterable[str]) -> None:
-        with atomic_path(self.path / name) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(lines)
-
-    def _write(self, outcome: Outcome, total: int, extra_files: Mapping[str, Sequence[str]]) -> SynthesisReport:
-        records: dict[str, list[str]] = {}
+    def _write(self, outcome: Outcome, total: int, extra: Mapping[str, Sequence[Fields]]) -> SynthesisReport:
+        records: dict[str, list[Fields]] = {}
         for _, (name, fields) in sorted(outcome.records.items()):
-            records.setdefault(name, []).append(json.dumps(fields, ensure_ascii=False) + "\n")
-        files = {**records, **extra_files, "rejected.jsonl": self._rejected_lines()}
-        for name, content in files.items():
-            self._write_file(name, content)
+            records.setdefault(name, []).append(fields)
+        files = {**records, **extra, REJECTED: [*map(Rejection._asdict, self.rejections)]}
+        for name, rows in files.items():
+            write_json_lines(self.path / name, rows)
         journal = self.runner.journal
         report = SynthesisReport(
             num_wanted=total,
-            num_records={name: len(lines) for name, lines in sorted(records.items())},
+            num_records={name: len(rows) for name, rows in sorted(records.items())},
             rejected=dict(Counter(item.reason for item in self.rejections).most_common()),
             num_given_up=total - len(outcome.records) - len(outcome.wanted),
             num_unasked=outcome.num_unasked,
@@ -292,10 +281,6 @@ def _has_answers(folder: Path) -> bool:
     return any(path.stat().st_size > 0 for path in journal_paths(folder))
 
 
-def _lines(rows: Iterable[Fields]) -> Iterator[str]:
-    return (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
 # The plan of a job.
 
 # Increase it when the same answers would result in other records or prompts, so that older folders are not resumed.
@@ -311,7 +296,7 @@ class Plan:
     Args:
         method: `mgh` generates four negatives of graded similarity in five categories, `nv_embed` the paper's three
             categories.
-        num_examples: Records to request; None for 1,000.
+        num_examples: Records to request.
         num_brainstormed: Tasks to brainstorm; None for half of `num_examples`, as in NV-Embed.
         shares: Relative share of each category, such as `{short_long: 2, sts: 1}`; a missing category has share 0. None
             for the method's shares.
@@ -320,7 +305,7 @@ class Plan:
     """
 
     method: MethodName = "mgh"
-    num_examples: int | None = None
+    num_examples: int = 1_000
     num_brainstormed: int | None = None
     shares: Mapping[str, float] | None = None
     tasks: Path | None = None
@@ -345,10 +330,6 @@ class Plan:
         return METHODS[self.method]
 
     @property
-    def total(self) -> int:
-        return 1000 if self.num_examples is None else self.num_examples
-
-    @property
     def weights(self) -> dict[str, float]:
         """The share of each category with a share above 0, in the method's order."""
         shares = self.recipe.shares if self.shares is None else self.shares
@@ -364,15 +345,15 @@ class Plan:
         return Apportionment(list(self.weights.values()))
 
     def tasks_wanted(self) -> dict[str, int]:
-        half = max(1, self.total // 2)
+        half = max(1, self.num_examples // 2)
         counts = self._apportionment.counts(half if self.num_brainstormed is None else self.num_brainstormed)
         return {name: max(1, count) for name, count in zip(self.weights, counts, strict=True)}
 
     def order(self) -> Iterator[tuple[Category, int]]:
         """The category of each example, and its index within the category."""
         previous, categories = [0] * len(self.weights), self.categories
-        for num_examples in range(1, self.total + 1):
-            counts = self._apportionment.counts(num_examples)
+        for number in range(1, self.num_examples + 1):
+            counts = self._apportionment.counts(number)
             index = next(index for index, (old, new) in enumerate(zip(previous, counts, strict=True)) if new > old)
             yield categories[index], previous[index]
             previous = counts
@@ -422,7 +403,7 @@ def synthesize(
         "task_file_sha256": None if plan.tasks is None else file_sha256(plan.tasks),
         "templates_sha256": templates.sha256,
     }
-    with open_job(output, identity, {"num_examples": plan.total}, client, task) as job:
+    with open_job(output, identity, {"num_examples": plan.num_examples}, client, task) as job:
         if (finished := job.finished_report()) is not None:
             return finished
         if plan.tasks is None:
@@ -432,9 +413,9 @@ def synthesize(
             for name, found in tasks.items():
                 if not found and not job.runner.exhausted:
                     job.fail(f"{name}: all {len(rejections[name])}", rejections[name])
-        rows = ({"category": name, "task": text} for name, found in tasks.items() for text in found)
+        rows = [{"category": name, "task": text} for name, found in tasks.items() for text in found]
         items = partial(plan_items, plan, templates, tasks)
-        return job.run(items, plan.total, plan.seed, {"tasks.jsonl": list(_lines(rows))})
+        return job.run(items, plan.num_examples, plan.seed, {"tasks.jsonl": rows})
 
 
 def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[str]]) -> Iterator[Item]:
@@ -473,50 +454,36 @@ def brainstorm(
     """
     tasks: dict[str, dict[str, str]] = {name: {} for name in wanted}
     rejections: dict[str, list[Rejection]] = {name: [] for name in wanted}
-    num_calls = Counter[str]()
+    method, num_calls = templates.method, Counter[str]()
     for _ in range(MAX_ROUNDS):
-        requests = [
-            (name, number, _list_request(templates, name, number, seed))
-            for name, num_tasks in wanted.items()
-            for number in _next_calls(num_calls, name, num_tasks - len(tasks[name]), templates.method.tasks_per_list)
-        ]
+        requests: dict[tuple[str, int], Request] = {}
+        for name, num_tasks in wanted.items():
+            num_lists = -(-max(0, num_tasks - len(tasks[name])) // method.tasks_per_list)
+            for number in range(num_calls[name], num_calls[name] + num_lists):
+                prompt = templates.brainstorm(method.category(name), seed, number)
+                request = make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks, wants_object=False)
+                requests[name, number] = request
+            num_calls[name] += num_lists
         if not requests or runner.exhausted:
             break
-        runner.run(partial(enumerate, [request for *_, request in requests]), len(requests), "tasks")
-        for name, number, request in requests:
+        runner.run(partial(enumerate, requests.values()), len(requests), "tasks")
+        for (name, number), request in requests.items():
             answer = runner.journal.get(request.key)
             if answer is None:
                 continue
             try:
-                new_tasks = read_tasks(parse_answer(answer))
+                for task in read_tasks(parse_answer(answer)):
+                    tasks[name].setdefault(normalised(task), task)
             except RejectedAnswer as rejected:
-                id = f"tasks-{name}-{number}"
-                rejections[name].append(Rejection(id, 0, rejected.reason, rejected.detail))
-                continue
-            for task in new_tasks:
-                tasks[name].setdefault(normalised(task), task)
+                rejections[name].append(Rejection(f"tasks-{name}-{number}", 0, rejected.reason, rejected.detail))
     for name, num_tasks in wanted.items():
         if len(tasks[name]) < num_tasks:
             logger.warning("%s: %d different tasks, %d were requested", name, len(tasks[name]), num_tasks)
     return {name: list(found.values())[: wanted[name]] for name, found in tasks.items()}, rejections
 
 
-def _next_calls(num_calls: Counter[str], name: str, num_missing: int, tasks_per_list: int) -> range:
-    """The numbers of the next lists of a category, which are then counted."""
-    first = num_calls[name]
-    num_calls[name] += max(0, -(-num_missing // tasks_per_list))
-    return range(first, num_calls[name])
-
-
-def _list_request(templates: Templates, name: str, number: int, seed: int) -> Request:
-    prompt = templates.brainstorm(templates.method.category(name), seed, number)
-    return make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks, wants_object=False)
-
-
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
     """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are ignored."""
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "use the tasks.jsonl of another job")
     tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
     for where, fields in open_reader(path, ("category", "task"), ("category", "task")):
         name, task = fields.get("category"), fields.get("task")

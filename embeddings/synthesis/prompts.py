@@ -39,17 +39,10 @@ _SIMILARITY = {"unit": ("phrase", "sentence", "passage"), "difficulty": ("elemen
 
 @dataclass(frozen=True)
 class Category:
-    """A category of tasks, and the fields of an answer to its example prompt.
+    """A category of tasks, the fields of an answer to its example prompt, and the values of that prompt's placeholders.
 
-    Args:
-        name: Name of the category, used in the names of its templates and its file of records.
-        query_field: Field of the query.
-        positive_field: Field of the positive.
-        negative_fields: Field of each negative, hardest first; if `graded`, the one field of the list of negatives.
-        graded: Whether the negatives are one list of four with levels.
-        placeholders: Possible values of each placeholder, of which one is drawn for each prompt.
-        label: Whether positive and negatives are labels of the query.
-        instruction: Instruction of the records; None for the task.
+    The negatives have a field each, hardest first; if `graded`, one field has a list of four with levels. With `label`,
+    positive and negatives are labels of the query. The default `instruction` of the records is the task.
     """
 
     name: str

@@ -137,47 +137,41 @@ def open_journal(folder: Path, task: ArrayTask | None = None) -> Iterator[Journa
     """A task's journal in a folder, locked by this process, and closed at the end of the context."""
     task = task or ArrayTask()
     path = folder / journal_name(task)
-    lock = _lock_of(path)
+    with _locked(path):
+        for other in journal_paths(folder):
+            # A process alone and the tasks of an array would send the same requests.
+            is_checked = (task.count == 1 or other.name == journal_name(ArrayTask())) and other != path
+            if is_checked and _lock_of(other).exists():
+                with _locked(other):
+                    pass
+        with open(path, "ab", buffering=0) as file:
+            fsync_path(folder)
+            yield Journal(path, file, task)
+
+
+def _lock_of(journal: Path) -> Path:
+    return journal.with_name(f".{journal.name}.lock")
+
+
+@contextmanager
+def _locked(journal: Path) -> Iterator[None]:
+    """The lock of a journal; refused if another process has it."""
+    lock = _lock_of(journal)
     with file_lock(lock, wait=False) as is_locked:
         if not is_locked:
-            raise _in_use(path)
+            raise InputError(str(journal), "is in use by another process", "wait for it, or use another folder")
         try:
-            for other in journal_paths(folder):
-                # A process alone and the tasks of an array would send the same requests.
-                if (task.count == 1 or other.name == journal_name(ArrayTask())) and other != path:
-                    _require_unused(other)
-            with open(path, "ab", buffering=0) as file:
-                fsync_path(folder)
-                yield Journal(path, file, task)
+            yield
         finally:
             lock.unlink(missing_ok=True)
-
-
-def _lock_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
-
-
-def _require_unused(path: Path) -> None:
-    if _lock_of(path).exists():
-        with file_lock(_lock_of(path), wait=False) as is_locked:
-            if not is_locked:
-                raise _in_use(path)
-
-
-def _in_use(path: Path) -> InputError:
-    return InputError(str(path), "is in use by another process", "wait for it, or use another folder")
 
 
 class Concurrency:
     """The number of concurrent requests: it doubles from 2 while the answers then come faster, up to a maximum.
 
     The rate is measured in tokens, over three answers for each request in flight, after one for each as a warm-up. If a
-    doubling does not raise it by a fifth, it is taken back, and tried again eight measurements later. Retries halve the
-    number.
-
-    Attributes:
-        value: The number.
-        num_rests: Measurements until the next doubling.
+    doubling does not raise it by a fifth, it is taken back, and tried again eight measurements later (`num_rests`).
+    Retries halve the number (`value`).
     """
 
     def __init__(self, maximum: int) -> None:

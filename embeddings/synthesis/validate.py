@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
-from embeddings.common.text import canonical, shorten
+from embeddings.common.text import canonical, one_line
 from embeddings.data.readers import open_reader
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
 from embeddings.synthesis.prompts import LEVELS, Category
@@ -32,7 +32,7 @@ class RejectedAnswer(Exception):
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
-        self.reason, self.detail = reason, shorten(detail, 120)
+        self.reason, self.detail = reason, one_line(detail, 120)
 
     @property
     def cause(self) -> str:

@@ -7,15 +7,15 @@ from tests.evaluation.data import write_rows
 from tests.inference.models import some_texts, tiny_embedder
 
 
-def write_models(folder, seed=0, **text):
+def write_models(folder, **text):
     """The directories `start` and `trained`, whose weights differ a little."""
     embedder = tiny_embedder(**text)
     embedder.save_pretrained(folder / "start")
-    return folder / "start", write_trained(embedder, folder / "trained", seed)
+    return folder / "start", write_trained(embedder, folder / "trained")
 
 
-def write_trained(embedder: Embedder, folder, seed=0, scale=0.02):
-    generator = torch.Generator().manual_seed(seed)
+def write_trained(embedder: Embedder, folder, scale=0.02):
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in embedder.parameters():
             weight += scale * torch.randn(weight.shape, generator=generator)

@@ -2,8 +2,6 @@
 
 import math
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from embeddings.adaptation.candidates import (
@@ -18,7 +16,8 @@ from embeddings.adaptation.candidates import (
 )
 from embeddings.common import InputError
 from embeddings.inference.bm25 import BM25, neutral_tokens
-from tests.adaptation.world import passage_rows, write_rows
+from tests.adaptation.world import passage_rows
+from tests.data.rows import write_rows
 from tests.helpers.refusals import refused
 
 TEXT = "The pump moves cold water. Why does it stop? It stops when the filter of the pump is blocked. Clean it then."
@@ -217,8 +216,9 @@ def test_passages_are_read_from_any_corpus(tmp_path):
         Passage("2", "", "Three.", "z.md", "z.md", []),
     ]
     rows = [{"_id": "a", "text": "One.", "links": [["see", "y.md"]]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
-    assert list(read_passages(tmp_path / "p.parquet")) == [Passage("a", "", "One.", "a", "", [("see", "y.md")])]
+    assert list(read_passages(write_rows(tmp_path / "p.parquet", rows))) == [
+        Passage("a", "", "One.", "a", "", [("see", "y.md")])
+    ]
 
 
 @pytest.mark.parametrize(

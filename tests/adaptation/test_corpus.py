@@ -8,10 +8,9 @@ import pytest
 from embeddings.adaptation import Splitter, TokenCounter, write_passages
 from embeddings.adaptation.corpus import log_path
 from embeddings.common import TextSettings
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError
 from embeddings.common.jobs import manifest_path
 from embeddings.inference.vector_folder import read_corpus
-from tests.data.rows import write_jsonl
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
@@ -154,7 +153,6 @@ def test_files_that_cannot_be_read_are_listed(write, tmp_path):
 def test_a_folder_without_text_is_refused(tmp_path, splitter):
     folder, output = tmp_path / "docs", tmp_path / "new" / "passages.jsonl"
     folder.mkdir()
-    refused(InputError, "docs: is an empty folder; give a folder", write_passages, folder, output, splitter)
     (folder / "a.png").write_bytes(b"\x89PNG\0\0")
     (folder / ".git").mkdir()
     refused(
@@ -165,14 +163,12 @@ def test_a_folder_without_text_is_refused(tmp_path, splitter):
         output,
         splitter,
     )
-    write_jsonl(folder / "rows.jsonl", [{"body": "text"}])
-    refused(InputError, "rows.jsonl: without a column 'text'", write_passages, folder, output, splitter)
     (folder / "rows.jsonl").write_text('{"text": "---"}\n')
     refused(InputError, "contains no text that can be read", write_passages, folder, output, splitter)
     assert not output.parent.exists()
 
 
-def test_foreign_files_are_not_replaced(write, tmp_path, splitter):
+def test_foreign_files_are_not_replaced(write, tmp_path):
     output = tmp_path / "out" / "passages.jsonl"
     output.parent.mkdir()
     output.write_text("mine")
@@ -187,7 +183,6 @@ def test_foreign_files_are_not_replaced(write, tmp_path, splitter):
     assert output.read_text() == "changed"
     output.unlink()
     assert len(write({})[1]) == 1
-    refused(OptionError, "output must end in .jsonl", write_passages, tmp_path, tmp_path / "a.parquet", splitter)
 
 
 def test_a_failure_leaves_nothing(write, tmp_path, monkeypatch):

@@ -9,10 +9,7 @@ import pytest
 
 from embeddings.adaptation import documents
 from embeddings.adaptation.documents import FoundFile, LeftOut, Read, decode, find_files, read_file
-from embeddings.common.errors import InputError, OptionError
-from embeddings.inference.vector_folder import check_columns
 from tests.data.rows import write_jsonl, write_rows
-from tests.helpers.refusals import refused
 
 
 def read(path, columns=None):
@@ -49,10 +46,6 @@ def test_files_are_found_in_order_and_junk_is_counted(tmp_path):
         ("lost.md", "not a file"),
         ("pipe.md", "not a file"),
     }
-
-
-def test_a_missing_folder_is_refused(tmp_path):
-    refused(InputError, "nowhere: does not exist", find_files, tmp_path / "nowhere")
 
 
 GERMAN = "Die Straße führt über den Fluß nach Köln. Für größere Mengen gelten höhere Gebühren.\n"
@@ -163,7 +156,6 @@ def test_columns_of_a_csv_are_named(tmp_path):
     (left_out,) = read(tmp_path / "faq.csv")
     assert left_out.cause == "without a column 'text'"
     assert "found: nr, question, answer; name it with --columns" in left_out.detail
-    refused(OptionError, "columns must map _id, title or text", check_columns, {"body": "x"})
 
 
 def test_a_damaged_row_ends_a_table_but_not_what_was_read(tmp_path):
@@ -214,32 +206,23 @@ def test_a_missing_library_is_named_for_its_files(tmp_path, monkeypatch):
         assert f"{library} is not installed; run: pip install -e '.[documents]'" in left_out.detail
 
 
-def pdf_of(pages):
-    """A PDF of lines of text."""
-    objects = [b"<< /Type /Catalog /Pages 2 0 R >>"]
-    kids = " ".join(f"{4 + 2 * page} 0 R" for page in range(len(pages)))
-    objects.append(f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode())
-    objects.append(b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
-    for number, lines in enumerate(pages):
+def pdf_of(pages, outline=()):
+    """A PDF of lines of text, and titles in its outline."""
+    from pypdf import PdfWriter
+    from pypdf.generic import DecodedStreamObject, NameObject, read_object
+
+    writer, data = PdfWriter(), BytesIO()
+    fonts = b"<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
+    for lines in pages:
+        page, stream = writer.add_blank_page(600, 800), DecodedStreamObject()
         drawn = " ".join(f"({line}) Tj 0 -14 Td" for line in lines)
-        content = f"BT /F1 12 Tf 50 700 Td {drawn} ET".encode()
-        objects.append(
-            f"<< /Type /Page /Parent 2 0 R /Contents {5 + 2 * number} 0 R /MediaBox [0 0 600 800]"
-            " /Resources << /Font << /F1 3 0 R >> >> >>".encode()
-        )
-        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content))
-    data, places = b"%PDF-1.4\n", []
-    for number, content in enumerate(objects, 1):
-        places.append(len(data))
-        data += b"%d 0 obj\n%s\nendobj\n" % (number, content)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    size = len(objects) + 1
-    return data + b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (
-        size,
-        table,
-        size,
-        len(data),
-    )
+        stream.set_data(f"BT /F1 12 Tf 50 700 Td {drawn} ET".encode())
+        page[NameObject("/Resources")] = read_object(BytesIO(fonts), None)
+        page[NameObject("/Contents")] = writer._add_object(stream)
+    for title in outline:
+        writer.add_outline_item(title=title, page_number=0)
+    writer.write(data)
+    return data.getvalue()
 
 
 def test_a_pdf_becomes_paragraphs_without_page_headers(tmp_path):
@@ -263,6 +246,10 @@ def test_a_pdf_becomes_paragraphs_without_page_headers(tmp_path):
     )
     assert "Annual report" not in text
     assert "Page" not in text
+    (tmp_path / "b.pdf").write_bytes(pdf_of([["Before it.", "1.2 Some  Part", "After it."]], ["Some part"]))
+    (found,) = read(tmp_path / "b.pdf")
+    blocks = [(block.kind, block.trail) for block in found.document.blocks]
+    assert blocks == [("prose", ()), ("heading", ("1.2 Some Part",)), ("prose", ("1.2 Some Part",))]
     (tmp_path / "empty.pdf").write_bytes(pdf_of([[]]))
     assert cause_of(tmp_path / "empty.pdf") == "without text"
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 broken")

@@ -2,11 +2,7 @@
 
 import json
 import logging
-import os
 import re
-import signal
-import threading
-import time
 from collections import Counter
 
 import pytest
@@ -24,20 +20,14 @@ from embeddings.adaptation.model_queries import (
     read_query,
 )
 from embeddings.adaptation.queries import QuerySettings, make_queries
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError
 from embeddings.common.random import derive_seed
+from embeddings.synthesis.client import EndpointError
 from embeddings.synthesis.validate import Answer, RejectedAnswer
-from tests.adaptation.world import PLACES, VERBS, passage_rows, read_rows, write_rows
+from tests.adaptation.world import PLACES, VERBS, passage_rows, read_rows
+from tests.data.rows import write_rows
 from tests.helpers.chat_server import Reply, chat_server
-from tests.helpers.forks import fork
 from tests.helpers.refusals import refused
-
-
-@pytest.fixture(autouse=True)
-def direct(monkeypatch):
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("embeddings.synthesis.client.FIRST_DELAY", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -243,57 +233,47 @@ def test_training_passages_get_queries_that_pass_all_filters(rows, passages, tmp
     assert "at most 1,920 of answers; 0 answers are saved" in line
 
 
-def test_rejected_answers_are_counted_by_reason_and_saved(passages, tmp_path):
+def test_rejected_answers_are_saved_and_counted_by_reason(passages, tmp_path):
+    """Good answers too, by the filters that compare queries."""
+
     def behaviour(prompt, seed, count):
         title, _, text = passage_in(prompt).partition(" The ")
+        sentence = text.partition(".")[0]
+        absent = [each for each in (*VERBS, *PLACES) if each not in text]
         kinds = {
             0: "I'm sorry, but I can't assist with that.",
             1: title.replace(" >", ""),
             2: "Write one line: a short search query that this passage answers",
-            3: f"The {text.partition('.')[0]}",
+            3: f"The {sentence}",
             4: "which of them all is it",
+            # The same for passages of a document.
+            6: f"why is {title.split()[0]} near the reactor",
+            # Nearly a sentence that the passage offers.
+            7: f"The {sentence}x",
+            # Words that other passages have.
+            8: f"{text.split()[1]} {' '.join(absent[:8])} near",
         }
         return Reply(kinds.get(seed % 10, well(prompt)), finish_reason="length" if seed % 10 == 5 else "stop")
 
     with chat_server(behaviour) as server:
-        report = ask(server, passages, tmp_path / "out", max_requests=120)
+        report = ask(server, passages, tmp_path / "out", max_requests=200)
     count = Counter(request["seed"] % 10 for request in server.requests)
-    assert min(count.values()) > 2
+    assert min(count.values()) > 5
     rejected = report.kinds["model"]["rejected"]
     expected = ("refused", "repeats the title", "echoed prompt", "copied from the rest")
     assert [rejected[reason] for reason in expected] == [count[each] for each in range(4)]
-    assert rejected["shares too little with the rest"] == count[4]
+    assert rejected["shares too little with the rest"] >= count[4]
     assert rejected["cut off"] == count[5]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["kinds"]["model"]["rejected"] == rejected
-    assert sum(rejected.values()) + summary["kinds"]["model"]["training"] == 120
-    assert len(keys_of(tmp_path / "out")) == 120
-
-
-def test_a_models_queries_pass_the_filters_that_compare_queries(passages, tmp_path):
-    def behaviour(prompt, seed, count):
-        title, _, text = passage_in(prompt).partition(" The ")
-        absent = [each for each in (*VERBS, *PLACES) if each not in text]
-        kinds = {
-            # The same for passages of a document.
-            0: f"why is {title.split()[0]} near the reactor",
-            # Nearly a sentence that the passage offers.
-            1: f"The {text.partition('.')[0]}x",
-            # Words that other passages have.
-            2: f"{text.split()[1]} {' '.join(absent[:8])} near",
-        }
-        return Reply(kinds.get(seed % 4, well(prompt)))
-
-    with chat_server(behaviour) as server:
-        report = ask(server, passages, tmp_path / "out", max_requests=120)
-    asked = [request for request in server.requests if request["seed"] % 4 == 0]
+    asked = [request for request in server.requests if request["seed"] % 10 == 6]
     topics = [passage_in(request["messages"][-1]["content"]).split()[0] for request in asked]
     num_same = sum(topics.count(topic) > 1 for topic in topics)
-    rejected = report.kinds["model"]["rejected"]
-    assert num_same == rejected["several passages have it"] > 5
+    assert num_same == rejected["several passages have it"] > 2
     assert rejected["near-copy of another query"] > 5
     assert rejected["not found by the rest of its passage"] > 5
-    assert report.kinds["model"]["training"] > 25
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["kinds"]["model"]["rejected"] == rejected
+    assert sum(rejected.values()) + summary["kinds"]["model"]["training"] == 200
+    assert len(keys_of(tmp_path / "out")) == 200
 
 
 def test_no_query_of_a_model_resembles_an_evaluation_query(rows, passages, tmp_path):
@@ -341,54 +321,26 @@ def test_a_server_that_is_not_there_or_lists_no_single_model_is_refused_before_a
     message = refused(InputError, "no connection", ask, server, passages, tmp_path / "out", model="m")
     assert "start the server" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["named", "named.work"]
-    refused(OptionError, "max_requests must be >= 1", QueryModel, "http://host/v1", max_requests=0)
-    refused(OptionError, "endpoint must be an HTTP URL", QueryModel, "host:8000")
 
 
-def test_a_rate_limit_is_obeyed(passages, tmp_path):
-    window, answered, refusals, lock = 0.05, [], [], threading.Lock()
-
-    def behaviour(prompt, seed, count):
-        with lock:
-            if answered and time.monotonic() - answered[-1] < window:
-                refusals.append(seed)
-                return Reply(status=429, headers={"Retry-After": str(window)})
-            answered.append(time.monotonic())
-        return writes_well(prompt, seed, count)
-
-    with chat_server(behaviour) as server:
-        report = ask(server, passages, tmp_path / "out", max_requests=10)
-    assert refusals
-    assert len(answered) == report.kinds["model"]["proposed"] == 10
-    assert len(server.requests) < 40
-
-
-def test_a_killed_command_asks_nothing_twice_and_ends_with_the_same_files(passages, tmp_path):
-    def behaviour(prompt, seed, count):
-        reply = writes_well(prompt, seed, count)
-        reply.seconds = 0.02
-        return reply
-
-    folder = tmp_path / "killed"
-    with chat_server(behaviour) as server:
+def test_a_command_that_ended_asks_nothing_twice_and_ends_with_the_same_files(passages, tmp_path):
+    folder = tmp_path / "ended"
+    with chat_server(writes_well) as server:
         model = QueryModel(server.endpoint, max_requests=40)
         make_queries(passages, tmp_path / "whole", model=model)
-        for num_answers in (5, 15):
-            process = fork(lambda: killable(passages, folder, model))
-            while len(keys_of(folder)) < num_answers:
-                time.sleep(0.005)
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            assert not folder.exists()
-            saved = keys_of(folder)
-            assert num_answers <= len(saved) < 40
-            server.requests.clear()
+        server.behaviour = lambda *asked: Reply(status=402) if len(server.requests) > 55 else writes_well(*asked)
+        refused(EndpointError, "status 402", make_queries, passages, folder, model=model)
+        assert not folder.exists()
+        saved = keys_of(folder)
+        assert 10 <= len(saved) <= 15
+        server.behaviour = writes_well
+        server.requests.clear()
         make_queries(passages, folder, model=model)
         names = ("pairs-model.jsonl", "summary.json")
         contents = [[(path / name).read_bytes() for name in names] for path in (folder, tmp_path / "whole")]
         # The line about the answers names their folder.
         assert contents[0][0] == contents[1][0]
-        assert contents[0][1] == contents[1][1].replace(b"whole.work", b"killed.work")
+        assert contents[0][1] == contents[1][1].replace(b"whole.work", b"ended.work")
         assert len(server.requests) == 40 - len(saved)
         seeds = {derive_seed(0, "request", key.rpartition("/")[0]) % 2**31 for key in saved}
         assert seeds.isdisjoint(request["seed"] for request in server.requests)
@@ -399,17 +351,3 @@ def test_a_killed_command_asks_nothing_twice_and_ends_with_the_same_files(passag
         ask(server, passages, folder, max_requests=50)
         assert len(server.requests) == 10
     assert len(keys_of(folder)) == len(set(keys_of(folder))) == 50
-
-
-def killable(passages, folder, model):
-    make_queries(passages, folder, model=model)
-
-
-def test_the_key_is_in_no_file(passages, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with chat_server(writes_well) as server:
-        ask(server, passages, tmp_path / "out", max_requests=5)
-    assert {header["authorization"] for header in server.headers} == {"Bearer sk-secret"}
-    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(paths) > 6
-    assert not [path for path in paths if b"sk-secret" in path.read_bytes()]

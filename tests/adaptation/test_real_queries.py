@@ -9,7 +9,8 @@ import pytest
 from embeddings.adaptation.candidates import read_passages
 from embeddings.adaptation.real_queries import Judgements, Label, deciding_items, read_log, write_label_file
 from embeddings.common import InputError, OptionError
-from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.adaptation.world import passage_rows, read_rows
+from tests.data.rows import write_rows
 from tests.docs.pages import ROOT, blocks
 from tests.helpers.refusals import refused
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from embeddings.adaptation import RetrievalSet, WeightPath, best_share, interpolate_models, path_scores
 from embeddings.cli.main import main
-from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common import InputError, OptionError
 from embeddings.common.io import MANIFEST, check_manifest
 from embeddings.evaluation import evaluate_folder
 from embeddings.inference import Encoder
 from embeddings.interop.golden import read_golden
-from embeddings.models import Embedder, LastTokenPooling, LatentAttentionPooling, LoraSettings, MeanPooling, add_lora
+from embeddings.models import Embedder, LatentAttentionPooling, LoraSettings, MeanPooling, add_lora
 from embeddings.models.bidirectional import make_bidirectional_config
 from tests.adaptation.data import write_models, write_test_set, write_trained
 from tests.helpers.refusals import assert_refused, refused
@@ -88,47 +88,19 @@ def test_the_weights_of_pooling_and_head_move_too(tmp_path):
     assert vectors_of(tmp_path / "out").shape == (7, 8)
 
 
-def test_a_start_in_bfloat16_and_names_with_a_prefix_are_read(tmp_path):
-    start, trained = write_models(tmp_path)
-    # As a published checkpoint: other names, unused tensors, half precision, no manifest.
-    weights = {f"bert.{name}": tensor.bfloat16() for name, tensor in weights_of(start).items()}
-    weights |= {"cls.predictions.bias": torch.zeros(3), "bert.pooler.dense.weight": torch.zeros(2, 2)}
-    save_file(weights, start / "model.safetensors", metadata={"format": "pt"})
-    (start / MANIFEST).unlink()
-    interpolate_models(start, trained, tmp_path / "out", 0.5)
-    old, new, out = weights, weights_of(trained), weights_of(tmp_path / "out")
-    assert out.keys() == new.keys()
-    for name, tensor in out.items():
-        assert tensor.dtype == torch.float32
-        torch.testing.assert_close(tensor, 0.5 * old[f"bert.{name}"].float() + 0.5 * new[name])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_half_precision_stays_and_is_added_in_float32(tmp_path):
+@pytest.mark.parametrize("is_half", [True, False])
+def test_half_precision_of_both_stays_and_is_added_in_float32(is_half, tmp_path):
     embedder = tiny_embedder()
     embedder.backbone.bfloat16()
     embedder.save_pretrained(tmp_path / "start")
-    write_trained(embedder, tmp_path / "trained", scale=0.3)
+    write_trained(embedder if is_half else embedder.float(), tmp_path / "trained", scale=0.3)
     interpolate_models(tmp_path / "start", tmp_path / "trained", tmp_path / "out", 0.75)
     old, new, out = (weights_of(tmp_path / name) for name in ("start", "trained", "out"))
     for name, tensor in out.items():
-        assert torch.equal(tensor, (0.25 * old[name].float() + 0.75 * new[name].float()).bfloat16())
-
-
-def test_sharded_weights_are_read(tmp_path):
-    start, trained = write_models(tmp_path)
-    weights = weights_of(trained)
-    names = sorted(weights)
-    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
-    for file, part in parts.items():
-        save_file({name: weights[name] for name in part}, trained / file, metadata={"format": "pt"})
-    (trained / "model.safetensors").unlink()
-    (trained / MANIFEST).unlink()
-    index = {"metadata": {"total_size": 1}, "weight_map": {name: file for file, part in parts.items() for name in part}}
-    (trained / "model.safetensors.index.json").write_text(json.dumps(index))
-    interpolate_models(start, trained, tmp_path / "out", 1.0)
-    assert sorted(weights_of(tmp_path / "out")) == names
-    np.testing.assert_array_equal(vectors_of(tmp_path / "out"), vectors_of(trained))
+        wanted = 0.25 * old[name].float() + 0.75 * new[name].float()
+        assert torch.equal(tensor, wanted.bfloat16() if is_half else wanted)
+    dtype = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
+    assert dtype == ("bfloat16" if is_half else "float32")
 
 
 @pytest.mark.parametrize(
@@ -248,34 +220,11 @@ def test_the_command_chooses_between_models(tmp_path, capsys, monkeypatch):
     assert_refused(capsys, tmp_path, "has no model", main, [*line, "[]"])
 
 
-def test_lora_matrices_are_merged_and_an_adapter_alone_is_refused(tmp_path):
-    def decoder():
-        text = TextSettings(query_max_length=16, document_max_length=16, append_eos=True)
-        return Embedder(tiny_mistral(), bpe_tokenizer(), LastTokenPooling(32), text=text).eval()
-
-    decoder().save_pretrained(tmp_path / "start")
-    trained = decoder()
-    trained.backbone = add_lora(trained.backbone, LoraSettings(rank=2))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in trained.named_parameters():
-            if ".lora_" in name:
-                weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    trained.save_pretrained(tmp_path / "trained")
-    interpolate_models(tmp_path / "start", tmp_path / "trained", tmp_path / "out", 0.25)
-    old, new, out = (weights_of(tmp_path / name) for name in ("start", "trained", "out"))
-    assert not any("lora" in name for name in out)
-    moved = [name for name in out if not torch.equal(old[name], new[name])]
-    assert len(moved) == 2 * 7
-    for name in moved:
-        torch.testing.assert_close(out[name], old[name] + 0.25 * (new[name] - old[name]), rtol=1e-5, atol=1e-7)
-    trained.backbone.save_pretrained(tmp_path / "adapter")
-    message = "contains adapters of another model"
-    refused(InputError, message, interpolate_models, tmp_path / "start", tmp_path / "adapter", tmp_path / "no")
-
-
-def test_contextual_and_quantised_models_are_refused(tmp_path):
+def test_contextual_and_quantised_models_and_adapters_are_refused(tmp_path):
     start, trained = write_models(tmp_path)
+    add_lora(tiny_mistral(), LoraSettings(rank=2)).save_pretrained(tmp_path / "adapter")
+    message = "contains adapters of another model"
+    refused(InputError, message, interpolate_models, start, tmp_path / "adapter", tmp_path / "out")
     tiny_contextual().save_pretrained(tmp_path / "contextual")
     refused(InputError, "contextual model", interpolate_models, start, tmp_path / "contextual", tmp_path / "out")
     config = json.loads((trained / "config.json").read_text())

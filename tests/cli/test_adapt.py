@@ -15,7 +15,8 @@ from embeddings.cli import adapt
 from embeddings.cli.main import main
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, LastTokenPooling
-from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.adaptation.world import passage_rows, read_rows
+from tests.data.rows import write_rows
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import assert_refused
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral

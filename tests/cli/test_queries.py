@@ -5,7 +5,8 @@ import re
 import pytest
 
 from embeddings.cli.main import main
-from tests.adaptation.world import passage_rows, read_rows, write_rows
+from tests.adaptation.world import passage_rows, read_rows
+from tests.data.rows import write_rows
 from tests.helpers.chat_server import Reply, chat_server
 from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import write_retrieval_folder

@@ -1,12 +1,6 @@
-"""Short waits before retries, and no proxy or API key from the environment."""
+"""Short waits before retries."""
 
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def direct(monkeypatch):
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from embeddings.synthesis.client import Limits, Request, Sampling
+from embeddings.synthesis.client import ChatClient, Limits, Request, Sampling
 from embeddings.synthesis.runner import Journal, RequestRunner, open_journal
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, answers_well
@@ -21,8 +21,8 @@ def answer_of(reply: Reply, prompt: str) -> Answer:
     return Answer(reply.content, reply.finish_reason, reply.refusal, *counts)
 
 
-class FakeClient:
-    """A replacement for `ChatClient`.
+class FakeClient(ChatClient):
+    """A client that sends nothing.
 
     Args:
         behaviour: Returns the reply, or an exception to raise, for a prompt, a seed and the number of earlier requests.
@@ -31,8 +31,6 @@ class FakeClient:
         limits: Limits on the use of the endpoint.
     """
 
-    endpoint = "http://fake/v1"
-
     def __init__(
         self,
         behaviour: Callable[[str, int, int], Any] = answers_well,
@@ -40,9 +38,8 @@ class FakeClient:
         sampling: Sampling | None = None,
         limits: Limits = EAGER,
     ) -> None:
+        super().__init__("http://fake/v1", sampling or Sampling("model"), limits)
         self.behaviour, self.shuffled = behaviour, shuffled
-        self.sampling, self.limits = sampling or Sampling("model"), limits
-        self.retries, self.num_parts, self.num_tasks, self.stopped = 0, 0, 1, False
         self.asked: list[Request] = []
         self.max_in_flight = self.in_flight = 0
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 from embeddings.common import InputError, OptionError, progress
-from embeddings.common.jobs import ArrayTask
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
@@ -229,7 +228,7 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
         while status != 0:
             known, first = answered_seeds(folder), len(server.requests)
             sizes.append(len(known))
-            process = fork(lambda: killable(folder, plan, client))
+            process = fork(lambda: synthesize(folder, plan, Templates(MGH), client))
             if kills < num_kills:
                 wait_for_answers(folder, len(known) + draw.randint(0, 6), process)
                 time.sleep(draw.uniform(0, 0.03))
@@ -243,56 +242,6 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
     assert len(set(sizes)) > num_kills // 2, "most kills came before any progress"
     assert contents(folder) == contents(tmp_path / "whole")
     assert len(contents(folder)) >= 5
-
-
-def killable(folder, plan, client, task=None):
-    synthesize(folder, plan, Templates(MGH), client, task)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_tasks", [2, 4])
-def test_tasks_of_an_array_killed_at_random_end_with_the_files_of_one_process(num_tasks, tmp_path, quick_retries):
-    """Each killed task is started again; an answer in any journal is never asked for again."""
-    plan, draw = Plan("mgh", 60, num_brainstormed=20, seed=3), random.Random(num_tasks)
-
-    def behaviour(prompt, seed, count):
-        reply = answers_badly(prompt, seed, count)
-        if not prompt.startswith("Think up") and seed % 12 == 0:
-            # All examples of a category repeat the first query.
-            reply.content = (reply.content or "").replace(str(seed), "1", 1)
-        reply.seconds = 0.02 + seed % 5 / 50
-        return reply
-
-    with chat_server(behaviour) as server:
-        client = ChatClient(server.endpoint, Sampling("m"), Limits(concurrency=3))
-        report = synthesize(tmp_path / "whole", plan, Templates(MGH), client)
-        server.requests.clear()
-        folder, sizes, processes = tmp_path / "killed", set(), {}
-
-        def start(index):
-            processes[index] = fork(lambda: killable(folder, plan, client, ArrayTask(index, num_tasks)))
-
-        for index in range(num_tasks):
-            start(index)
-        while processes:
-            index, process = draw.choice(list(processes.items()))
-            num_answers = sum(path.read_bytes().count(b"\n") for path in folder.glob("journal-*.jsonl"))
-            if len(sizes) < 8 and num_answers >= 15 * len(sizes):
-                os.kill(process, signal.SIGKILL)
-                sizes.add(num_answers)
-            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                assert status in (0, -signal.SIGKILL)
-                del processes[index]
-                if status:
-                    start(index)
-            time.sleep(0.01)
-    assert report.rejected["duplicate_query"] > 0
-    assert len(sizes) == 8, "most kills came before any progress"
-    assert contents(folder) == contents(tmp_path / "whole")
-    lines = b"".join(path.read_bytes() for path in folder.glob("journal-*.jsonl")).splitlines()
-    keys = [json.loads(line)["key"] for line in lines]
-    assert len(keys) == len(set(keys)) == report.num_answers
 
 
 def answered_seeds(folder):
@@ -371,7 +320,7 @@ def test_a_task_file_is_read_by_category(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "no such file"),
+        (None, "cannot be read"),
         ("", "is empty"),
         ('{"category": "short_long"}\n', "tasks.jsonl:1: is not a task"),
         ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is not a task"),
@@ -446,18 +395,18 @@ def echo(prompt, seed, count):
     return says(query=prompt)
 
 
-def run_job(folder, client=None, identity=IDENTITY, size=SIZE, count=4):
+def run_job(folder, client=None, size=SIZE, count=4):
     client = client or FakeClient(echo)
     client.limits = replace(client.limits, max_attempts=2)
-    with open_job(folder, identity, size, client) as job:
-        return job.run(lambda: some_items(count), count, 0, {"extra.txt": ["one\n"]})
+    with open_job(folder, IDENTITY, size, client) as job:
+        return job.run(lambda: some_items(count), count, 0, {"extra.jsonl": [{"n": 1}]})
 
 
 def test_each_file_has_its_records_in_the_order_of_the_items(tmp_path):
     report = run_job(tmp_path / "job", FakeClient(echo, shuffled=True))
     assert (tmp_path / "job" / "a.jsonl").read_text() == '{"query": "prompt 0"}\n{"query": "prompt 2"}\n'
     assert (tmp_path / "job" / "b.jsonl").read_text() == '{"query": "prompt 1"}\n{"query": "prompt 3"}\n'
-    assert (tmp_path / "job" / "extra.txt").read_text() == "one\n"
+    assert (tmp_path / "job" / "extra.jsonl").read_text() == '{"n": 1}\n'
     assert report.num_records == {"a.jsonl": 2, "b.jsonl": 2}
     assert (report.num_answers, report.prompt_tokens, report.complete) == (4, 8, True)
     client = FakeClient()
@@ -513,16 +462,16 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path):
     assert run_job(tmp_path / "job").num_answers == 4
 
 
-def items_of_one_file(count, is_unique=True):
-    return [Item(f"a-{number}", "a.jsonl", f"prompt {number}", read_query, is_unique) for number in range(count)]
+def items_of_one_file(count):
+    return [Item(f"a-{number}", "a.jsonl", f"prompt {number}", read_query) for number in range(count)]
 
 
 def reasons(outcome):
     return Counter(rejection.reason for rejection in outcome.rejections)
 
 
-def rounds(folder, client, found, max_attempts=3, limits=EAGER):
-    client.limits = replace(limits, max_attempts=max_attempts)
+def rounds(folder, client, found, max_attempts):
+    client.limits = replace(EAGER, max_attempts=max_attempts)
     with make_runner(folder, client) as (runner, _):
         return ask_items(lambda: iter(found), len(found), runner, seed=1)
 
