@@ -75,10 +75,10 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return found
 
 
-def test_the_public_names_are_classes_and_a_function() -> None:
+def test_the_public_names_are_classes_and_two_functions() -> None:
     functions = [name for name in embeddings.__all__ if not isinstance(getattr(embeddings, name), type)]
-    assert functions == ["source_from_rows"]
-    assert callable(embeddings.source_from_rows)
+    assert functions == ["mixed_precision", "source_from_rows"]
+    assert all(callable(getattr(embeddings, name)) for name in functions)
     with pytest.raises(AttributeError, match="module 'embeddings' has no attribute 'Encode'"):
         embeddings.Encode  # noqa: B018
 

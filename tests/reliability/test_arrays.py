@@ -90,6 +90,7 @@ def first_with_answers(output: Path, least: int) -> int | None:
     )
 
 
+@pytest.mark.slow
 def test_four_tasks_of_synthesize_of_which_one_is_killed_write_what_one_process_writes(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
