@@ -60,7 +60,8 @@ def test_the_data_config_of_each_stage_names_the_prepared_files(config, prepare,
     stage = STAGES[config]
     options = ["--stage", stage.stage] if stage.stage else []
     assert prepare(stage.recipe, *options, "--fetch-only") == 0
-    capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert not stage.vectors or f"0 of {len(stage.wanted())} sources are ready for training" in printed
     assert prepare(stage.recipe, *options) == 0
     printed = capsys.readouterr().out
     fetched = {key for key in stage.wanted() if TABLE.place_of(key, None).why_left_out is None}
@@ -71,7 +72,7 @@ def test_the_data_config_of_each_stage_names_the_prepared_files(config, prepare,
     for group, _, name in (key.partition("/") for key in fetched if stage.vectors):
         assert Path(f"out/{group}/clusters/{name}/cluster_ids.npy").exists()
         index = json.loads(Path(f"out/{group}/vectors/{name}/index/manifest.json").read_text())
-        assert index["negatives"] is (stage.data["num_negatives"] > 0)
+        assert bool(index["negatives"]) is (stage.data["num_negatives"] > 0)
 
     variable, *line = printed.strip().splitlines()[-1].split()
     assert line[-5:] == ["fit", "--recipe", stage.run, "--config", f"out/{config}.yaml"]
