@@ -63,6 +63,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     PACKAGED_NAME: _BERT,
     f"sentence-transformers/{PACKAGED_NAME}": _BERT,
     "checkpoints/nv_embed_stage1": {**_MISTRAL, "sliding_window": None},
+    "checkpoints/nv_embed_stage1_synthetic": {**_MISTRAL, "sliding_window": None},
     "checkpoints/mntp": {**_MISTRAL, "sliding_window": None},
     "checkpoints/nomic-bert-2048": _NOMIC,
     "checkpoints/cde_small": {**_NOMIC, "num_hidden_layers": 6},
