@@ -267,7 +267,8 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
     id_column, title_column, text_column = (columns.get(name, name) for name in COLUMNS)
     row, num_without = 0, 0
     try:
-        reader = open_reader(file.path, (id_column, "id", title_column, text_column), (text_column,))
+        names = (id_column, "id", title_column, text_column)
+        reader = open_reader(file.path, names, (text_column,), _recoded_table(file))
         # The bar moves that of all files.
         for where, fields in chain.from_iterable(block.rows for block in blocks_of("reading", [reader])):
             row += 1
@@ -289,6 +290,18 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
         yield LeftOut(file.name, "damaged", f"{one_line(str(error))}; {rest}")
     if num_without:
         yield LeftOut(file.name, "rows without text", f"{num_without} of {row} rows")
+
+
+def _recoded_table(file: FoundFile) -> bytes | None:
+    """In UTF-8 a CSV table of another encoding, such as the Windows-1252 and UTF-16 of spreadsheets; else None."""
+    if file.path.suffix.lower() not in (".csv", ".tsv") or file.num_bytes > MAX_FILE_BYTES:
+        return None
+    data = file.path.read_bytes()
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return decode(data).encode()
+    return None
 
 
 def _cell(value: object) -> str:

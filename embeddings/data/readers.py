@@ -7,7 +7,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,15 +104,15 @@ def blocks_of(title: str, readers: Sequence[Reader]) -> Iterator[Block]:
                 bar.update(len(block.fields) if total is None else done + reader.bytes_read - bar.n)
 
 
-def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
+def open_reader(path: Path, fields: Sequence[str], required: Sequence[str], content: bytes | None = None) -> Reader:
     """The reader for a file: gzip and Parquet are recognised by their first bytes, tables by their names.
 
     From Parquet only `fields` and columns that may stand in for an optional one are read, or all columns if a
-    `required` one is missing.
+    `required` one is missing. `content` is read in place of the bytes of a text file.
     """
     check_regular(path)
     try:
-        with open(path, "rb") as file:
+        with _opened(path, content) as file:
             start = file.read(4)
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
@@ -123,18 +123,22 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
         return ParquetReader(path, fields, required)
     if path.suffix == ".parquet":
         raise InputError(str(path), "is not a Parquet file despite its name", "check how it was written")
-    lines, table = JsonlReader(path, gzipped=start.startswith(_GZIP)), _TABLE.search(path.name)
+    lines, table = JsonlReader(path, start.startswith(_GZIP), content), _TABLE.search(path.name)
     if table is None or lines.first_line().lstrip()[:1] in (b"{", b"["):
         return lines
-    return CsvReader(path, lines.gzipped, _SEPARATORS[table[1].lower()])
+    return CsvReader(path, lines.gzipped, content, _SEPARATORS[table[1].lower()])
+
+
+def _opened(path: Path, content: bytes | None) -> BufferedReader | BytesIO:
+    return open(path, "rb") if content is None else BytesIO(content)
 
 
 class LineReader(Reader):
     """Rows of a text file, named by line number from 1, without byte-order mark and blank lines."""
 
-    def __init__(self, path: Path, gzipped: bool) -> None:
-        self.path, self.gzipped = path, gzipped
-        self.total_bytes = path.stat().st_size
+    def __init__(self, path: Path, gzipped: bool, content: bytes | None = None) -> None:
+        self.path, self.gzipped, self._content = path, gzipped, content
+        self.total_bytes = path.stat().st_size if content is None else len(content)
 
     def first_line(self) -> bytes:
         """The first line that is not blank; empty if there is none."""
@@ -143,7 +147,7 @@ class LineReader(Reader):
     def _chunks(self) -> Iterator[tuple[int, list[bytes]]]:
         """The lines of the file, some at a time, with the number of the first."""
         number, rest, num_blank = 1, None, 0
-        with open(self.path, "rb") as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
+        with _opened(self.path, self._content) as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
             while chunk := self._read(file, number):
                 text = self._without_mark(chunk) if rest is None else rest + chunk
                 self.bytes_read = raw.tell()
@@ -161,7 +165,7 @@ class LineReader(Reader):
         if rest:
             yield number, [rest]
 
-    def _read(self, file: BufferedReader | gzip.GzipFile, number: int) -> bytes:
+    def _read(self, file: BufferedReader | BytesIO | gzip.GzipFile, number: int) -> bytes:
         try:
             return file.read1(_CHUNK_BYTES)
         except (OSError, EOFError, zlib.error):
@@ -205,8 +209,8 @@ class CsvReader(LineReader):
     Messages name a row by its first line. The first of `separators` that the header contains separates the cells.
     """
 
-    def __init__(self, path: Path, gzipped: bool, separators: str) -> None:
-        super().__init__(path, gzipped)
+    def __init__(self, path: Path, gzipped: bool, content: bytes | None, separators: str) -> None:
+        super().__init__(path, gzipped, content)
         self._separators = separators
 
     def _blocks(self) -> Iterator[Block]:

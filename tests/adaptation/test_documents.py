@@ -149,6 +149,23 @@ def test_rows_of_tables_are_documents(tmp_path, name):
     assert [each.name for each in found] == ["x", "7", f"{name}#4"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
+def test_a_table_of_a_spreadsheet_is_read_in_its_encoding(tmp_path, encoding):
+    lines = ["_id;title;text", *(f'{row};"Köln; {row}";"{GERMAN.strip()}"' for row in range(3))]
+    (tmp_path / "table.csv").write_bytes("\r\n".join(lines).encode(encoding))
+    found = read(tmp_path / "table.csv")
+    assert [(each.name, each.document.text) for each in found] == [(str(row), GERMAN.strip()) for row in range(3)]
+    assert {each.document.blocks[0].trail for each in found} == {(f"Köln; {row}",) for row in range(3)}
+
+
+def test_a_damaged_byte_of_a_table_costs_one_letter(tmp_path):
+    table = f"text\n{GERMAN}{GERMAN}".encode().replace("ü".encode(), b"\xc3", 1)
+    (tmp_path / "table.csv").write_bytes(table)
+    first, second = (each.document.text for each in read(tmp_path / "table.csv"))
+    assert first.count("\ufffd") == 1
+    assert second == GERMAN.strip()
+
+
 def test_columns_of_a_csv_are_named(tmp_path):
     (tmp_path / "faq.csv").write_text('nr;question;answer\n1;"What?";"This; that"\n', encoding="utf-8")
     (found,) = read(tmp_path / "faq.csv", {"_id": "nr", "title": "question", "text": "answer"})
