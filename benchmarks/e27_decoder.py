@@ -46,6 +46,7 @@ FAST = ", learning rate 0.002"
 _STAGES = ("one stage", "two stages")
 THREE_SEEDS = (
     "causal, latent",
+    f"{LAST}, 10,200 pairs{FAST}",
     *_STAGES,
     *(f"{name}{FAST}" for name in (*MAIN, *_STAGES, "two stages, in-batch negatives in both")),
 )
