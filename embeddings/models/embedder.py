@@ -119,10 +119,10 @@ class Embedder(nn.Module):
             Vectors, (N, D) float32, of unit length if `normalize`. Sums and norms are in float32, under autocast too.
         """
         vector_ND = self._pooled(tokens)
-        if self.norm is not None:
-            vector_ND = self.norm(vector_ND)
-        if self.head is not None:
-            vector_ND = self.head(vector_ND)
+        for layer in (self.norm, self.head):
+            if layer is not None:
+                # A published layer may be in half precision.
+                vector_ND = layer(vector_ND.to(next(layer.parameters(), vector_ND).dtype))
         vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
         result: Tensor = F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
         return result
