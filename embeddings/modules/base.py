@@ -372,7 +372,10 @@ class ContrastiveModule(BaseModule):
         widths = arguments.get("loss.init_args.widths")
         if not widths:
             return {}
-        return {"loss.init_args.widths": [width * TINY["hidden_size"] // max(widths) for width in widths]}
+        # Distinct, and the largest is the model's.
+        return {
+            "loss.init_args.widths": [TINY["hidden_size"] - sum(each > width for each in widths) for width in widths]
+        }
 
     def planned_step(
         self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None

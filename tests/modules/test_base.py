@@ -169,6 +169,11 @@ def test_the_layers_of_an_initial_model_in_bfloat16_are_trained_in_float32(mistr
     assert {weight.dtype for weight in contextual.parameters()} == {torch.float32}
 
 
+def test_the_widths_of_a_stand_in_are_distinct_and_not_zero(tmp_path: Path) -> None:
+    arguments = {"loss.init_args.widths": [32, 4096, 8, 4095]}
+    assert ContrastiveModule.stand_in_arguments(arguments, tmp_path) == {"loss.init_args.widths": [62, 64, 61, 63]}
+
+
 @pytest.mark.parametrize(
     "scaled", [pytest.param(False, id="bf16-mixed", marks=pytest.mark.slow), pytest.param(True, id="16-mixed")]
 )
