@@ -230,6 +230,7 @@ def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(dtype: torch.dt
             ({"temperature": value}, "temperature must be > 0, got .*; see ")
             for value in (0.0, -1.0, math.nan, math.inf)
         ),
+        ({"directions": "both", "in_batch_negatives": "off"}, "directions has no effect with in_batch_negatives: off"),
         ({"widths": []}, r"widths must be distinct and >= 1, got \[\]"),
         ({"widths": [6, 0]}, r"widths must be distinct and >= 1"),
         ({"widths": [6, 3, 6]}, "widths must be distinct and >= 1"),
