@@ -1,4 +1,4 @@
-"""Files of a model: JSON, safetensors weights, their location, and atomic replacement of a folder.
+"""Files of a model: JSON, safetensors weights, and their location.
 
 Compressed weights have the layout of compressed-tensors: `NAME.weight` in an 8-bit dtype, its scale in
 `NAME.weight_scale`, and `quantization_config` in config.json.
