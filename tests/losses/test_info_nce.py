@@ -177,20 +177,6 @@ def test_the_loss_and_its_gradients_are_the_mean_of_info_nce_over_the_widths(
         assert output.terms[name].item() == pytest.approx(value.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(dtype: torch.dtype) -> None:
-    batch = random_batch(40, 2)
-    results = []
-    for loss in (MatryoshkaInfoNCE([6]), InfoNCE()):
-        query, candidate = vectors(batch, dtype)
-        output = loss(query, candidate, batch)
-        results.append((output, torch.autograd.grad(output.loss, [query, candidate])))
-    (found, found_gradients), (expected, expected_gradients) = results
-    assert torch.equal(found.loss, expected.loss)
-    assert all(map(torch.equal, found_gradients, expected_gradients))
-    assert all(torch.equal(found.terms[name], value) for name, value in expected.terms.items())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
