@@ -85,6 +85,9 @@ class InfoNCE(KeepsArguments, nn.Module):
         if not 0 < temperature < math.inf:
             fix = "see lightning_configs/methods/nv_embed_stage1.yaml for a value that trains"
             raise OptionError("temperature", temperature, "must be > 0", fix)
+        if directions == "both" and in_batch_negatives == "off":
+            fix = "set query_to_document, or allow in-batch negatives"
+            raise OptionError("directions", directions, "has no effect with in_batch_negatives: off", fix)
         self.in_batch_negatives = in_batch_negatives
         self.directions = directions
         self.gather_across_devices = gather_across_devices

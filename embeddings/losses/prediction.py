@@ -79,7 +79,8 @@ class WordPrediction(nn.Module):
         self.is_word_V = torch.ones(len(table_VH), dtype=torch.bool)
         self.is_word_V[list(special_ids)] = False
         self.count_V: Tensor
-        self.register_buffer("count_V", torch.zeros(len(table_VH)))
+        # Integers, which `bf16-true` does not round.
+        self.register_buffer("count_V", torch.zeros(len(table_VH), dtype=torch.int64))
 
     def forward(self, vector_NH: Tensor, tokens: TokenBatch) -> Tensor:
         """The mean cross-entropy, (), over the texts that have a target; `count_V` is updated first."""
@@ -109,7 +110,7 @@ class WordPrediction(nn.Module):
 
     def _count(self, word_W: Tensor) -> None:
         """Add the distinct words of all ranks' texts to `count_V`."""
-        new_V = _counted(word_W, len(self.count_V)).to(self.count_V.dtype)
+        new_V = _counted(word_W, len(self.count_V))
         if is_distributed():
             torch.distributed.all_reduce(new_V)
         self.count_V += new_V

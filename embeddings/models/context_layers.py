@@ -331,8 +331,8 @@ class ContextualTransformer(TextTransformer):
     def embed_context(self, texts: Sequence[str], prompt: str | None = None) -> Tensor:
         """The vectors of context documents, (M, H) float32; `prompt` defaults to the model's prompt of documents."""
         prompt = self.document_prompt if prompt is None else prompt
-        if not texts:
-            raise ValueError("a context needs at least one document")
+        if isinstance(texts, str) or not texts:
+            raise ValueError("a context needs a list of at least one document")
         if len(texts) > self.slots.num_context:
             raise ValueError(f"this model accepts at most {self.slots.num_context} context documents, got {len(texts)}")
         vectors = []

@@ -227,6 +227,10 @@ class ContextualEmbedder(Embedder):
     def from_config(cls, config: BackboneConfig) -> Self:
         """The contextual model of a directory, in training mode, both backbones loaded with the config's options."""
         embedder = super().from_config(config)
+        # The layers of a model that was trained with bf16-true are in bfloat16.
+        for layers in (embedder.context_parts().layers(), embedder.residual):
+            if layers is not None:
+                layers.float()
         if config.gradient_checkpointing:
             enable_checkpointing(plain_backbone(embedder.first_stage.backbone))
         return embedder

@@ -269,9 +269,9 @@ def read_model_directory(
             pooling, include_prompt = _read_standard_pooling(place)
         elif kind == "MaskedPooling":
             pooling = _read_own_pooling(place)
-        elif kind == "LayerNorm" and (head is not None or normalize):
-            what = "has a LayerNorm after its head or Normalize"
-            raise InputError(str(path), what, "use a model that has it directly after the pooling")
+        elif (kind == "LayerNorm" and head is not None) or (kind in ("LayerNorm", "Dense") and normalize):
+            what = f"has a {kind} after its {'Normalize' if normalize else 'head'}"
+            raise InputError(str(path), what, "use a model with the order pooling, LayerNorm, Dense, Normalize")
         elif kind == "LayerNorm":
             norm = read_norm(place)
         elif kind == "Dense":

@@ -18,7 +18,7 @@ from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer, num_positions
 from embeddings.models.bidirectional import is_causal
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.half_precision import use_half_precision
+from embeddings.models.half_precision import KeepsFrequencies, use_half_precision
 from embeddings.models.model_card import write_model_card
 from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling, plain_backbone, without_cache
@@ -26,7 +26,7 @@ from embeddings.models.poolings import own_pooling_source
 from embeddings.models.unpadded import UnpaddedMode, Unpadding, padded_length, unpadding_of
 
 
-class Embedder(nn.Module):
+class Embedder(KeepsFrequencies):
     """Maps tokens to vectors by backbone, pooling, an optional layer norm, an optional head and normalisation.
 
     A new embedder pads texts and is in training mode with all its parts: Hugging Face loads a backbone in evaluation
@@ -119,10 +119,10 @@ class Embedder(nn.Module):
             Vectors, (N, D) float32, of unit length if `normalize`. Sums and norms are in float32, under autocast too.
         """
         vector_ND = self._pooled(tokens)
-        if self.norm is not None:
-            vector_ND = self.norm(vector_ND)
-        if self.head is not None:
-            vector_ND = self.head(vector_ND)
+        for layer in (self.norm, self.head):
+            if layer is not None:
+                # A published layer may be in half precision.
+                vector_ND = layer(vector_ND.to(next(layer.parameters(), vector_ND).dtype))
         vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
         result: Tensor = F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
         return result

@@ -1,7 +1,8 @@
-"""Faster forms of two operations in half precision: layer norms on a GPU, and attention's backward pass on a CPU."""
+"""Half precision: exact rotary frequencies, faster layer norms on a GPU, and attention's backward pass on a CPU."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,22 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+class KeepsFrequencies(nn.Module):
+    """A module whose rotary frequencies stay float32 when its weights are cast to half precision, as in a loaded model.
+
+    Rounded ones would rotate the tokens of a long text by other angles in training with `bf16-true` than afterwards.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = [(part, name, value) for part in self.modules() for name, value in part.named_buffers(recurse=False)]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for part, name, value in found:
+            cast: Any = part._buffers[name]
+            if name.endswith("inv_freq") and cast.dtype.itemsize < value.dtype.itemsize <= 4:
+                part._buffers[name] = value.to(cast.device)
+        return self
 
 
 class LayerNorm(nn.LayerNorm):

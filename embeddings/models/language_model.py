@@ -41,7 +41,7 @@ from embeddings.models.bidirectional import (
     tolerated_difference,
     trial_ids,
 )
-from embeddings.models.half_precision import use_half_precision
+from embeddings.models.half_precision import KeepsFrequencies, use_half_precision
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict
 from embeddings.models.model_files import resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
@@ -113,7 +113,7 @@ def load_language_model(
     return model, load_tokenizer(folder, model)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(KeepsFrequencies):
     """A Hugging Face model with a language-model head, split into states and logits.
 
     The head is everything that the model's forward does with its backbone's states (transforms, biases, scales, caps).

@@ -394,7 +394,7 @@ def push_to_hub(
         if is_own_card(folder / CARD_FILE):
             # The commands load the repository in place of the folder.
             text = (folder / CARD_FILE).read_text(encoding="utf-8")
-            location = re.search(r"SentenceTransformer\(('[^'\n]*'|\"[^\"\n]*\")", text)
+            location = re.search(r"""SentenceTransformer\(('(?:\\.|[^\\'\n])*'|"[^"\n]*")""", text)
             contents[CARD_FILE] = (text.replace(location[1], repr(repository)) if location else text).encode()
         operations: list[Any] = [CommitOperationAdd(path, content) for path, content in contents.items()]
         if update:

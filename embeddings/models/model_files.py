@@ -1,4 +1,4 @@
-"""Files of a model: JSON, safetensors weights, their location, and atomic replacement of a folder.
+"""Files of a model: JSON, safetensors weights, and their location.
 
 Compressed weights have the layout of compressed-tensors: `NAME.weight` in an 8-bit dtype, its scale in
 `NAME.weight_scale`, and `quantization_config` in config.json.
@@ -257,7 +257,7 @@ QUANTIZATION = "quantization_config"
 METHOD = "compressed-tensors"
 # That library's names for unpacked integer and floating-point matrices.
 FORMATS = {"int": "int-quantized", "float": "float-quantized"}
-SCALE = "_scale"
+SCALE, _ZERO_POINT = "_scale", "_zero_point"
 _MATRIX = re.compile(r"(?:^|\.)(\d+)\.(.+)\.weight$")
 
 
@@ -277,16 +277,27 @@ def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with each quantised weight multiplied by its scale in float32, in its scale's dtype; no scales."""
+    """Tensors with each quantised weight as (code - zero point) times scale in float32, in its scale's dtype."""
     result = {}
-    for name, tensor in tensors.items():
-        scale_OG = tensors.get(f"{name}{SCALE}")  # for groups of I / G neighbouring inputs of an output
-        if scale_OG is not None:
-            scale_OI = scale_OG.float().repeat_interleave(tensor.shape[1] // scale_OG.shape[1], dim=1)
-            result[name] = (tensor.float() * scale_OI).to(scale_OG.dtype)
-        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in tensors):
-            result[name] = tensor
+    for name, code in tensors.items():
+        scale, zero = tensors.get(f"{name}{SCALE}"), tensors.get(f"{name}{_ZERO_POINT}")
+        if scale is not None:
+            shifted = code.float() if zero is None else code.float() - _spread(zero, code.shape, name)
+            result[name] = (shifted * _spread(scale, code.shape, name)).to(scale.dtype)
+        elif not any(name.endswith(end) and name.removesuffix(end) in tensors for end in (SCALE, _ZERO_POINT)):
+            result[name] = code
     return result
+
+
+def _spread(value: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """The values of a tensor, of its outputs, (O) or (O, 1), or of blocks of it as a matrix of its shape, float32."""
+    spread = value.float().reshape(len(value) if value.ndim else 1, -1)
+    for axis in (0, 1):
+        if shape[axis] % spread.shape[axis]:
+            what = f"has scales or zero points of shape {tuple(value.shape)} for a matrix of shape {tuple(shape)}"
+            raise InputError(name, what, "give the model before its quantisation")
+        spread = spread.repeat_interleave(shape[axis] // spread.shape[axis], dim=axis)
+    return spread
 
 
 def dequantised_weights(folder: Path) -> dict[str, Tensor]:

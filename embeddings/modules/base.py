@@ -372,7 +372,10 @@ class ContrastiveModule(BaseModule):
         widths = arguments.get("loss.init_args.widths")
         if not widths:
             return {}
-        return {"loss.init_args.widths": [width * TINY["hidden_size"] // max(widths) for width in widths]}
+        # Distinct, and the largest is the model's.
+        return {
+            "loss.init_args.widths": [TINY["hidden_size"] - sum(each > width for each in widths) for width in widths]
+        }
 
     def planned_step(
         self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None
@@ -562,12 +565,13 @@ def build_embedder(
         except ValueError as error:
             raise UserError(f"model.{error}; {usual_pooling}") from error
         if initial is not None:
-            given, pooling_layer = pooling_layer, initial.pooling
+            # The directory of a run with bf16-true has all of them in bfloat16.
+            given, pooling_layer = pooling_layer, initial.pooling.float()
             if type(given) is not type(pooling_layer) or given.arguments() != pooling_layer.arguments():
                 rule = f"must equal that of {source.name}: {type(pooling_layer).__name__} {pooling_layer.arguments()}"
                 value = f"{type(given).__name__} {given.arguments()}"
                 raise OptionError("model.pooling", value, rule, "configure the same pooling")
-            options = {name: getattr(initial, name) for name in ("norm", "head")}
+            options = {name: part.float() for name in ("norm", "head") if (part := getattr(initial, name)) is not None}
         transformed = model if transform is None else transform(model)
         adapted = transformed if lora is None else add_lora(transformed, lora)
     embedder = Embedder(adapted, tokenizer, pooling_layer, normalize=normalize, text=text, **options)

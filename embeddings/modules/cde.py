@@ -61,6 +61,13 @@ class ContextSettings:
     num_soft_prompts: int = 8
     residual_projection: bool = True
 
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 1:
+            raise OptionError("model.context.max_length", self.max_length, "must be >= 1", "leave it out for no limit")
+        if not 0.0 <= self.dropout_fraction <= 1.0:
+            name = "model.context.dropout_fraction"
+            raise OptionError(name, self.dropout_fraction, "must be in [0, 1]", "the paper uses 0.005")
+
 
 @dataclass(frozen=True)
 class FirstStageTraining:
@@ -86,6 +93,9 @@ class FirstStageTraining:
         if not 0 < self.learning_rate_factor < float("inf"):
             name, fix = "model.first_stage_training.learning_rate_factor", "frozen_steps: null freezes the first stage"
             raise OptionError(name, self.learning_rate_factor, "must be > 0 and finite", fix)
+        for name, steps in (("word_steps", self.word_steps), ("frozen_steps", self.frozen_steps)):
+            if steps is not None and steps < 0:
+                raise OptionError(f"model.first_stage_training.{name}", steps, "must be >= 0", "0 leaves them out")
 
     def phase(self, step: int) -> Phase:
         """The phase of step `step`, from 0: `words` trains the first stage, `frozen` the second, `joint` both."""

@@ -143,7 +143,7 @@ class MaskedLMModule(BaseModule):
         from_scratch: An architecture with random weights; set either this or `backbone`.
         masking: How tokens are masked; None for BERT's settings (`causal` does not mask).
         lora: LoRA settings of the backbone, or None to train all weights.
-        head: Origin of the language-model head, whether it is trained with LoRA, and its tile size.
+        head: Origin of the language-model head, and its tile size.
         separate_documents: Whether documents of a row do not attend to each other and each starts at position 0;
             otherwise a row is one text, as in the published recipes. It needs sdpa or eager attention.
         optimizer: Makes the optimiser. LLM2Vec: AdamW with a learning rate of 5e-5 and no weight decay.
@@ -154,7 +154,7 @@ class MaskedLMModule(BaseModule):
         `accuracy`. The masked tokens of a validation row are the same in every epoch.
     Source: BehnamGhader et al. 2024 (LLM2Vec), arXiv:2404.05961, §2.2 and the released `run_mntp.py`; Nussbaum and
         Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.1. Differs: see `LanguageTask`; LLM2Vec's script trains
-        the head and discards it, while here LoRA freezes it unless `head` sets otherwise.
+        the head and discards it, while here LoRA freezes it.
     """
 
     title = "masked language modelling, to adapt a backbone"

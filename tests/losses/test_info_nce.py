@@ -1,7 +1,6 @@
 """InfoNCE and its Matryoshka form against loops, dense matrices and finite differences."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, similarity_matrix
-from tests.helpers.contrastive import Record, batch_of, random_batch, random_records, relative_error
+from tests.helpers.contrastive import Record, batch_of, random_batch, relative_error
 from tests.losses import test_masks
 from tests.losses.test_masks import dense_loss, is_negative_mask
-from tests.losses.test_masks import loop_reference as loop_mask
 
 
 def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: float) -> float:
@@ -95,36 +93,6 @@ def test_the_share_of_queries_without_a_negative_is_reported(tile_size: int, tem
     for mask, expected in ((True, 1.0), (False, 0.0)):
         terms = InfoNCE(mask_same_class=mask)(query, candidate, one_class).terms
         assert terms["no_negative_fraction"].item() == expected
-
-
-def switched_records(num_queries: int) -> list[Record]:
-    """Records of two classes in one source that repeat each other's positives and queries."""
-    records = random_records(num_queries, 1, seed=5)
-    for row, record in enumerate(records):
-        record.source, record.label, record.in_batch = 0, row % 2, True
-    records[3].known = [records[4].positive]
-    return records
-
-
-@pytest.mark.parametrize("directions", test_masks.DIRECTIONS)
-@pytest.mark.parametrize("switches", test_masks.SWITCHES)
-def test_masks_by_text_and_by_class_are_independent_options(switches: tuple[bool, bool], directions: Any) -> None:
-    """Against the rule on the records; a source with labels and in-batch negatives needs the options."""
-    records = switched_records(70)
-    if directions == "both":
-        records = [replace(record, negatives=[]) for record in records]
-    batch, targets = batch_of(records), torch.arange(70)
-    query, candidate = vectors(batch)
-    options: dict[str, Any] = dict(zip(("mask_same_text", "mask_same_class"), switches, strict=True))
-    found = InfoNCE(0.1, directions=directions, tile_size=1, **options)(query, candidate, batch).loss
-    competes = torch.tensor(loop_mask(records, *switches)).scatter(1, targets[:, None], True)
-    score = (similarity_matrix(query, candidate) / 0.1).masked_fill(~competes, -torch.inf)
-    sides = [score] if directions == "query_to_document" else [score, score.T]
-    expected = sum(torch.nn.functional.cross_entropy(side, targets) for side in sides) / len(sides)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-    if switches != (True, True):
-        masked = InfoNCE(0.1, directions=directions)(query, candidate, batch).loss
-        assert found.item() != pytest.approx(masked.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("forced", ["on", "off"])
@@ -209,20 +177,6 @@ def test_the_loss_and_its_gradients_are_the_mean_of_info_nce_over_the_widths(
         assert output.terms[name].item() == pytest.approx(value.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(dtype: torch.dtype) -> None:
-    batch = random_batch(40, 2)
-    results = []
-    for loss in (MatryoshkaInfoNCE([6]), InfoNCE()):
-        query, candidate = vectors(batch, dtype)
-        output = loss(query, candidate, batch)
-        results.append((output, torch.autograd.grad(output.loss, [query, candidate])))
-    (found, found_gradients), (expected, expected_gradients) = results
-    assert torch.equal(found.loss, expected.loss)
-    assert all(map(torch.equal, found_gradients, expected_gradients))
-    assert all(torch.equal(found.terms[name], value) for name, value in expected.terms.items())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -230,6 +184,7 @@ def test_matryoshka_at_the_full_width_equals_info_nce_to_the_bit(dtype: torch.dt
             ({"temperature": value}, "temperature must be > 0, got .*; see ")
             for value in (0.0, -1.0, math.nan, math.inf)
         ),
+        ({"directions": "both", "in_batch_negatives": "off"}, "directions has no effect with in_batch_negatives: off"),
         ({"widths": []}, r"widths must be distinct and >= 1, got \[\]"),
         ({"widths": [6, 0]}, r"widths must be distinct and >= 1"),
         ({"widths": [6, 3, 6]}, "widths must be distinct and >= 1"),

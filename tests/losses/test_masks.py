@@ -135,13 +135,14 @@ def dense_loss(
     return (loss + torch.nn.functional.cross_entropy(score, batch.positive_index_B)) / 2
 
 
+@pytest.mark.parametrize("compared", SWITCHES)
 @pytest.mark.parametrize("height", [5, 100])
-def test_documents_against_queries_use_the_transposed_rule(height: int) -> None:
+def test_documents_against_queries_use_the_transposed_rule(height: int, compared: tuple[bool, bool]) -> None:
     records = tangled_records()
     batch, count = batch_of(records), len(records)
     all_in_batch = [replace(record, in_batch=True) for record in records]
-    competes = torch.tensor(loop_reference(all_in_batch))[:, :count].T & batch.in_batch_B[:, None]
-    masks = InfoNCE().masks(batch).of_positives()
+    competes = torch.tensor(loop_reference(all_in_batch, *compared))[:, :count].T & batch.in_batch_B[:, None]
+    masks = InfoNCE(mask_same_text=compared[0], mask_same_class=compared[1]).masks(batch).of_positives()
     tiles = [masks.excluded_queries(slice(start, start + height)) for start in range(0, count, height)]
     assert torch.equal(~torch.cat(tiles), competes.fill_diagonal_(True))
 

@@ -107,3 +107,10 @@ def test_tokens_that_are_not_pooled_are_not_targets() -> None:
     assert torch.equal(words(vectors, masked), other(vectors, tokens([[1, 5, 7, 2]])))
     assert words.count_V.tolist() == [float(word in (5, 7)) for word in range(12)]
     assert not torch.equal(words(vectors, masked), other(vectors, tokens([[1, 3, 5, 7, 2]])))
+
+
+def test_words_are_counted_exactly_in_half_precision() -> None:
+    words = WordPrediction(torch.randn(12, 6), SPECIAL).bfloat16()
+    for _ in range(300):
+        words(torch.ones(1, 6, dtype=torch.bfloat16), tokens([[1, 5, 2]]))
+    assert words.count_V[5] == 300

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from embeddings.losses import softmax
 from embeddings.losses.softmax import checked_weights, fastest_weights, fused_weights, rounded_weights, softmax_weights
+from tests.helpers.triton_interpreter import require_interpreter
 
 CPU = torch.device("cpu")
 
@@ -69,17 +69,8 @@ def test_a_kernel_that_fails_or_differs_is_not_used(caplog: pytest.LogCaptureFix
     assert fastest_weights(CPU) is rounded_weights
 
 
-@pytest.fixture
-def interpreter() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the tests marked gpu run the compiled kernel")
-    pytest.importorskip("triton", reason="triton, which CUDA builds of torch contain, is not installed")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton's interpreter needs TRITON_INTERPRET=1 before Python starts")
-
-
-@pytest.mark.usefixtures("interpreter")
 def test_the_kernel_equals_the_passes() -> None:
+    require_interpreter()
     assert softmax._disagreement(fused_weights, CPU) is None
     score_rC, own_r1, target_r1 = tile()
     (found, found_rivals), (expected, rivals) = (

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import re
 from dataclasses import replace
 from itertools import product
@@ -32,6 +31,7 @@ from embeddings.models.anchor_token import (
 from embeddings.models.attention_capture import AttentionCapture, _captured_attention, attention_layers
 from embeddings.models.pooling import CapturedAttention
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.helpers.triton_interpreter import require_interpreter
 from tests.models.reading import random_tokens
 
 TOKENS = random_tokens(384, [7, 3, 12, 5], skip=2)
@@ -367,11 +367,7 @@ CASES = {
 @pytest.fixture
 def interpreter(monkeypatch):
     """The kernels in Triton's interpreter, with small tiles and tighter tolerances."""
-    if torch.cuda.is_available():
-        pytest.skip("the tests marked gpu run the compiled kernels")
-    pytest.importorskip("triton", reason="triton, which CUDA builds of torch contain, is not installed")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton's interpreter needs TRITON_INTERPRET=1 before Python starts")
+    require_interpreter()
     monkeypatch.setattr("embeddings.models.anchor_kernels.TILE", TILE)
     monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", LENGTH)
     monkeypatch.setattr(anchor_token, "_WEIGHT_TOLERANCE", 2e-6)

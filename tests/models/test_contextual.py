@@ -77,13 +77,11 @@ def test_without_soft_prompts_and_residual_projection_it_is_the_papers_model():
 
 
 @torch.no_grad()
-def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_refused():
+def test_a_text_beyond_the_positions_is_refused():
     embedder = tiny_contextual("nomic")
     embedder(random_tokens(384, [120]))
     with pytest.raises(OptionError, match="document_max_length must leave texts of at most 120 tokens beside 8"):
         embedder(random_tokens(384, [121]))
-    with pytest.raises(ValueError, match=r"context must be at most 5 vectors .* got \(6, 32\)"):
-        embedder(TOKENS, torch.zeros(6, 32))
 
 
 def test_gradients_of_the_context_equal_finite_differences():

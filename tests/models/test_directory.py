@@ -180,15 +180,20 @@ def test_two_linear_layers_of_a_published_directory_are_merged(tmp_path, bias):
 
 
 @torch.no_grad()
-def test_a_layer_norm_of_sentence_transformers_loads_only_directly_after_the_pooling(tmp_path):
-    norm, texts = LayerNorm(32), ["how do I pad", "z"]
+def test_layers_of_sentence_transformers_load_only_in_our_order(tmp_path):
+    """A head after the normalisation has other vectors than one before it."""
+    norm, head, texts = LayerNorm(32), Dense(32, 8, activation_function=Identity()), ["how do I pad", "z"]
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    theirs = written_by_theirs(tmp_path / "model", norm, Dense(32, 8, activation_function=Identity()))
+    theirs = written_by_theirs(tmp_path / "model", norm, head)
     ours = Embedder.from_pretrained(tmp_path / "model")
     assert (ours(tokenised(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
-    written_by_theirs(tmp_path / "late", Normalize(), norm)
-    with pytest.raises(InputError, match="has a LayerNorm after its head or Normalize"):
+    for name, layers in {"Normalize": (Normalize(), norm), "head": (head, norm)}.items():
+        written_by_theirs(tmp_path / name, *layers)
+        with pytest.raises(InputError, match=f"has a LayerNorm after its {name}; use a model with the order"):
+            Embedder.from_pretrained(tmp_path / name)
+    written_by_theirs(tmp_path / "late", Normalize(), head)
+    with pytest.raises(InputError, match="has a Dense after its Normalize"):
         Embedder.from_pretrained(tmp_path / "late")
 
 

@@ -55,6 +55,15 @@ def test_vectors_are_float32_of_unit_length_under_autocast_and_for_bfloat16_weig
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(4))
 
 
+@torch.no_grad()
+def test_a_norm_and_a_head_in_half_precision_have_the_vectors_of_float32():
+    exact = build(norm=nn.LayerNorm(32), head=nn.Linear(32, 8))
+    expected = exact(TOKENS)
+    exact.norm.half()
+    exact.head.half()
+    assert (exact(TOKENS) * expected).sum(1).min() > 0.999
+
+
 def test_a_new_embedder_is_in_training_mode_throughout():
     embedder = Embedder(tiny_bert(dropout=0.5).eval(), wordpiece_tokenizer(), MeanPooling(32))
     assert all(module.training for module in embedder.modules())

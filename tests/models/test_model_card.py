@@ -301,7 +301,7 @@ def test_every_file_is_uploaded_unchanged_and_weights_by_the_lfs_protocol(kind, 
 
 
 def test_only_the_models_own_files_are_uploaded(hub, tmp_path):
-    folder = written(tmp_path / "model")
+    folder = written(tmp_path / "my 'model', \"größer\"")
     expected = content(folder, f"{OWNER}/model")
     (folder / "LICENSE").write_text("free")
     for name in (".env", ".git/config", "1_Pooling/.hidden", "notes.txt", "data/train.jsonl", "tool.py"):

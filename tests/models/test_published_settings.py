@@ -1,6 +1,5 @@
 """Settings that a published directory states: each library must give its vectors, before and after an import."""
 
-import json
 import logging
 from dataclasses import replace
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import (
     BartConfig,
     BartModel,
@@ -23,7 +21,8 @@ from embeddings.evaluation.mteb_library import task_prompt
 from embeddings.inference import Encoder
 from embeddings.interop.released.importer import import_released
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling
-from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.models.test_directory import edit, written_by_theirs
 
 TEXTS = [
     "how do I pad",
@@ -33,15 +32,9 @@ TEXTS = [
 ]
 
 
-def edit(file, **changes):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def published(folder, backbone=None, max_length=20, pooling="mean", **options):
+def published(folder, backbone=None, max_length=20, **options):
     """A directory that sentence-transformers wrote."""
-    name = save_backbone(str(folder.with_name("backbone")), backbone or tiny_bert(), wordpiece_tokenizer())
-    modules = [Transformer(name, max_seq_length=max_length), Pooling(32, pooling)]
-    SentenceTransformer(modules=modules, device="cpu", **options).save_pretrained(str(folder), create_model_card=False)
+    written_by_theirs(folder, backbone=backbone, max_length=max_length, **options)
     return folder
 
 

@@ -14,6 +14,7 @@ from embeddings.common.protocols import as_config
 from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
+    ContextualEmbedder,
     Embedder,
     LatentAttentionPooling,
     LoraSettings,
@@ -24,6 +25,7 @@ from embeddings.modules.base import BaseModule, PoolingFactory, build_embedder
 from tests.data.rows import write_jsonl
 from tests.helpers.contrastive import relative_error
 from tests.helpers.runs import component, fit, float16_on_cpu, run_config
+from tests.models.contextual_models import tiny_contextual
 from tests.models.reading import random_tokens
 
 
@@ -154,6 +156,22 @@ def test_head_and_layer_norm_of_the_initial_model_are_kept(mistral: str, tmp_pat
     assert two.embedding_dim == 8
     assert two.head.weight.requires_grad
     assert two.state_dict().keys() == headed.state_dict().keys()
+
+
+def test_the_layers_of_an_initial_model_in_bfloat16_are_trained_in_float32(mistral: str, tmp_path: Path) -> None:
+    one = make(mistral, LatentAttentionPooling)
+    options = {"norm": torch.nn.LayerNorm(32), "head": torch.nn.Linear(32, 8)}
+    Embedder(one.backbone, one.tokenizer, one.pooling, **options).bfloat16().save_pretrained(tmp_path / "one")
+    two = make("not-asked-for", LatentAttentionPooling, initial_model=tmp_path / "one")
+    assert {weight.dtype for weight in two.parameters()} == {torch.float32}
+    tiny_contextual().bfloat16().save_pretrained(tmp_path / "two")
+    contextual = ContextualEmbedder.from_config(BackboneConfig(str(tmp_path / "two")))
+    assert {weight.dtype for weight in contextual.parameters()} == {torch.float32}
+
+
+def test_the_widths_of_a_stand_in_are_distinct_and_not_zero(tmp_path: Path) -> None:
+    arguments = {"loss.init_args.widths": [32, 4096, 8, 4095]}
+    assert ContrastiveModule.stand_in_arguments(arguments, tmp_path) == {"loss.init_args.widths": [62, 64, 61, 63]}
 
 
 @pytest.mark.parametrize(

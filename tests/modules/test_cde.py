@@ -1,6 +1,7 @@
 """CDE on tiny models: its context, the training of its first stage, and full runs."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -306,8 +307,21 @@ def test_the_factor_applies_to_the_groups_of_the_first_stage_only(bert: str) -> 
         assert rates(step)[0] == rates(step)[1] == pytest.approx(2.0 * plain.factor(step - 20, 105))
     for step in (25, 80, 124):
         assert rates(step)[2] == rates(step)[3] == pytest.approx(0.25 * rates(step)[0])
-    with pytest.raises(OptionError, match=r"learning_rate_factor must be > 0 and finite, got 0\.0; frozen_steps: null"):
-        FirstStageTraining(learning_rate_factor=0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "option", "value", "says"),
+    [
+        (FirstStageTraining, "learning_rate_factor", 0.0, "must be > 0 and finite, got 0.0; frozen_steps: null"),
+        (FirstStageTraining, "word_steps", -1, "must be >= 0, got -1"),
+        (FirstStageTraining, "frozen_steps", -1, "must be >= 0, got -1"),
+        (ContextSettings, "max_length", 0, "must be >= 1, got 0"),
+        (ContextSettings, "dropout_fraction", 1.5, "must be in [0, 1], got 1.5"),
+    ],
+)
+def test_invalid_settings_are_refused(settings: Any, option: str, value: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f".{option} {says}")):
+        settings(**{option: value})
 
 
 def test_a_word_step_is_the_mean_over_all_truncated_texts(bert: str) -> None:

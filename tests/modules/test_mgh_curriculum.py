@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, TokenBatch
+from embeddings.common import ContrastiveBatch, ContrastiveStep, TokenBatch
 from embeddings.inference import Encoder
 from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
 from embeddings.modules import MGHCurriculumModule
@@ -40,11 +40,6 @@ def test_the_model_is_anchor_token_pooling_over_a_decoder_that_looks_both_ways(m
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-
-
-def test_a_causal_decoder_is_refused_with_a_hint(mistral: str) -> None:
-    with pytest.raises(OptionError, match=r"weighs early tokens more under a causal mask.* bidirectional: true"):
-        MGHCurriculumModule(BackboneConfig(mistral))
 
 
 def leveled_batch() -> ContrastiveBatch:
