@@ -485,9 +485,8 @@ class ContrastiveModule(BaseModule):
             if batch_idx % self.trainer.accumulate_grad_batches == 0:
                 for optimizer in self.trainer.optimizers:
                     optimizer.zero_grad()
-            is_last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
             strategy = training_strategy(self.trainer.strategy)
-            output = strategy.gradcache_step(self.grad_cache, self, batch, self._backward_scale(), is_last)
+            output = strategy.gradcache_step(self.grad_cache, self, batch, self._backward_scale())
         means = self.check_loss(output)
         if self._first_useless is not None and "no_negative_fraction" in means:
             self._check_first_batches(self._first_useless, means)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -196,6 +196,8 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     # Rank 0 writes one file, as in Lightning's base class.
     save_checkpoint, load_checkpoint = Strategy.save_checkpoint, Strategy.load_checkpoint
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
+    # DeepSpeed's count of backwards would ignore that Lightning also steps after the last batch of an epoch.
+    handles_gradient_accumulation = False
 
     def __init__(
         self,
@@ -221,6 +223,10 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         assert self.model is not None
         make_contiguous(self.model)
         super().setup(trainer)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Do nothing: the boundary of `backward` decides what the engine sends."""
+        return nullcontext()
 
     def full_weights(self) -> AbstractContextManager[None]:
         assert self.lightning_module is not None
@@ -259,6 +265,9 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The backward of a step's loss; Lightning already divided it by the number of accumulated batches."""
+        assert self.lightning_module is not None
+        is_last = not self.lightning_module.trainer.fit_loop._should_accumulate()
+        self.deepspeed_engine.set_gradient_accumulation_boundary(is_last)
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(
@@ -273,7 +282,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         return output
 
     def gradcache_step(
-        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
+        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float
     ) -> LossOutput:
         """GradCache's step without the last backward; each mini-batch's forward goes through DeepSpeed's engine."""
         zero = self.deepspeed_engine
@@ -286,7 +295,6 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         wrapped = _ThroughEngine(zero, step)
         output = engine.forward_backward(wrapped, batch, backward, scale=scale, syncs_each=self.equal_mini_batches)
         self._count_backward()
-        zero.set_gradient_accumulation_boundary(is_last)
         return output
 
     def _count_backward(self) -> None:

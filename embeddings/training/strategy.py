@@ -38,9 +38,9 @@ class TrainingStrategy:
         return nullcontext()
 
     def gradcache_step(
-        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
+        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float
     ) -> LossOutput:
-        """GradCache's step without the last backward, which Lightning runs; `is_last`: the optimiser steps next."""
+        """GradCache's step without the last backward, which Lightning runs."""
         return engine.forward_backward(step, batch, scale=scale, syncs_each=self.equal_mini_batches)
 
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from embeddings.callbacks import GradCacheCallback
 from embeddings.callbacks.progress import Work, flops
 from embeddings.models import compilation
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
 from tests.strategies.cpu_zero import CpuZero
-from tests.strategies.fits import batches, be_launched, methods, one_update, relative_error, train
+from tests.strategies.fits import State, batches, be_launched, methods, one_update, relative_error, train
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
@@ -58,6 +60,17 @@ class Counts(L.Callback):
 
 
 COUNTED = ("fsdp2", "zero 3")
+# Strategy and GradCache, for epochs of three batches of which two are accumulated.
+SHORT = [("fsdp2", True), ("zero 1", True), ("zero 2", False), ("zero 2", True), ("zero 3", False)]
+
+
+def short_epochs(folder: Path, rank: int | None, strategy: Any, cached: bool) -> State:
+    """The weights after two epochs, each of which ends with one accumulated batch."""
+    make = partial(methods(folder)["nv-embed"], optimizer=partial(torch.optim.SGD, lr=1e-2))
+    first, second = batches("nv-embed", rank)
+    callbacks: list[L.Callback] = [GradCacheCallback(mini_batch_tokens=60, kept_fraction=0.4)] if cached else []
+    ranks, options = 1 if rank is None else 2, {"callbacks": callbacks, "accumulate_grad_batches": 2}
+    return train(make, [first, second, first], strategy, ranks, 4, max_epochs=2, **options)
 
 
 def updates_and_counts(folder: Path, rank: int) -> dict[Any, Any]:
@@ -66,6 +79,8 @@ def updates_and_counts(folder: Path, rank: int) -> dict[Any, Any]:
         counts = Counts()
         train(make, batches("moe", rank), STRATEGIES[name](), 2, 1, callbacks=[counts])
         results["operations", name] = counts.flops
+    for name, cached in SHORT:
+        results["short epochs", name, cached] = short_epochs(folder, rank, STRATEGIES[name](), cached)
     return results
 
 
@@ -99,6 +114,16 @@ def test_two_ranks_have_the_gradient_of_one_process_with_both_batches(
     start, after = expected[method]
     for of_rank in request.getfixturevalue("results" if is_quick else "slow_results"):
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
+
+
+def test_an_epoch_ends_with_an_update_though_fewer_batches_are_accumulated(
+    folder: Path, results: list[dict[Any, Any]]
+) -> None:
+    start = {key: value.detach().clone() for key, value in methods(folder)["nv-embed"]().named_parameters()}
+    expected = short_epochs(folder, None, "auto", cached=False)
+    for of_rank in results:
+        for name, cached in SHORT:
+            assert relative_error(of_rank["short epochs", name, cached], expected, start) < 1e-5, (name, cached)
 
 
 def test_operations_of_a_sharded_model_are_counted_in_full(folder: Path, results: list[dict[Any, Any]]) -> None:
