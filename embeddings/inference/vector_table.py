@@ -112,8 +112,8 @@ def _rows(corpus: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None
     with open(corpus, "rb") as file:
         is_parquet = file.read(4) == b"PAR1"
     names = pq.read_schema(fspath(corpus)).names if is_parquet else [text, title, identifier]
-    used = {text, title, identifier} | ({"id"} if identifier == "_id" else set())
     for _, fields in open_reader(corpus, names, (text,)):
+        used = text, title, "id" if identifier == "_id" and "_id" not in fields else identifier
         others = {name: value for name, value in fields.items() if name not in used and value is not None}
         metadata = json.dumps(others, ensure_ascii=False, default=str) if others else None
         yield fields.get(title), fields[text], metadata

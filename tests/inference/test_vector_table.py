@@ -27,7 +27,7 @@ def encoder(tmp_path_factory):
 
 def write_passages(path):
     rows = [{"_id": f"p{row}", "title": f"t{row}", "text": text, "position": row} for row, text in enumerate(TEXTS)]
-    rows[2] |= {"file": "notes/ü.md", "links": [["a", "b"]], "empty": None}
+    rows[2] |= {"id": 7, "file": "notes/ü.md", "links": [["a", "b"]], "empty": None}
     del rows[3]["title"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -44,7 +44,7 @@ def test_a_row_is_the_row_of_the_corpus_with_its_vector(encoder, tmp_path):
     assert [(row["id"], row["text"]) for row in rows] == [(f"p{row}", text) for row, text in enumerate(TEXTS)]
     assert [row["title"] for row in rows] == [None if row == 3 else f"t{row}" for row in range(11)]
     metadata = [json.loads(row["metadata"]) for row in rows]
-    assert metadata[2] == {"position": 2, "file": "notes/ü.md", "links": [["a", "b"]]}
+    assert metadata[2] == {"position": 2, "id": 7, "file": "notes/ü.md", "links": [["a", "b"]]}
     assert metadata[4] == {"position": 4}
     encoded = [text if row == 3 else f"t{row} {text}" for row, text in enumerate(TEXTS)]
     expected = encoder.encode(encoded, role="document")
