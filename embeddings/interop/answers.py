@@ -33,6 +33,7 @@ Library = Literal["ours", "sentence-transformers", "onnx", "onnx-int8"]
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 # How servers refuse one text, such as one that is too long.
 _REFUSALS = (400, 413, 422)
+_MAX_SECONDS = 86_400
 _CHECK = "check --url, --api and --name"
 
 
@@ -74,8 +75,9 @@ class Server:
             # Without the value, which may be secret.
             fix = f"put the key into the environment variable {API_KEY_VARIABLE}"
             raise InputError("url", "must not contain a user name or a password", fix)
-        if not self.timeout_seconds > 0:
-            raise OptionError("timeout_seconds", self.timeout_seconds, "must be > 0", "leave it out for 60")
+        if not 0 < self.timeout_seconds <= _MAX_SECONDS:
+            rule = f"must be > 0 and at most {_MAX_SECONDS}, a day"
+            raise OptionError("timeout_seconds", self.timeout_seconds, rule, "leave it out for 60")
 
     @property
     def protocol(self) -> Api:
