@@ -1,5 +1,6 @@
 """A run's page, and the sentences on it."""
 
+import os
 from base64 import b64decode
 from html.parser import HTMLParser
 
@@ -50,7 +51,8 @@ def pictures(page):
 def test_a_page_has_settings_progress_and_results(tmp_path, page_of):
     run = write_run(tmp_path / "small" / "version_0")
     (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "last.ckpt").write_bytes(b"x" * 2500)
+    (run / "checkpoints" / "last.ckpt").touch()
+    os.truncate(run / "checkpoints" / "last.ckpt", 1_234_500_000)
     page = page_of(run)
     said = [
         "small/version_0",
@@ -67,7 +69,7 @@ def test_a_page_has_settings_progress_and_results(tmp_path, page_of):
         "val/ndcg_at_100.250.520",
         "throughput/padding0.1250.2520",
         "No logged value is NaN or infinite",
-        "checkpoints/last.ckptcheckpoint0.0025 MB",
+        "checkpoints/last.ckptcheckpoint1,234 MB",
         "checkpoints/smallmodel directory, not found when this page was written",
     ]
     assert [words for words in said if words not in page.text] == []
