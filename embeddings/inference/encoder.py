@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Lock, RLock
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -204,6 +205,8 @@ class Encoder:
         self.show_progress = show_progress
         self.dimensions = dimensions
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+        # A call sets the tokenizer's length, and modes and products of the model, which threads share.
+        self._tokenizing, self._computing = Lock(), RLock()
         self.origin: str | None = None
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
@@ -386,7 +389,7 @@ class Encoder:
                 # The remaining tokens are estimated from those seen.
                 bar.total = round((bar.n + tokens.num_tokens) * num_texts / done)
                 # Not around the loop: the caller's code between two blocks must keep its own modes.
-                with self._inference():
+                with self._computing, self._inference():
                     vector_nD = self._encode_block(tokens, compute, bar, extra_tokens)
                 yield vector_nD
 
@@ -394,16 +397,20 @@ class Encoder:
         self, texts: Sequence[str], role: TextRole, prompt: str, repeated: Collection[int]
     ) -> Iterator[TokenBatch]:
         """The tokens of blocks of texts; a thread tokenises the next block while one is used."""
-        if not texts:
+        if not len(texts):  # an array has no truth value
             return
         blocks = text_blocks(texts, repeated)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            pending = pool.submit(self._tokenizer, next(blocks), role, prompt)
+            pending = pool.submit(self._tokenise, next(blocks), role, prompt)
             for block in blocks:
                 tokens = pending.result()
-                pending = pool.submit(self._tokenizer, block, role, prompt)
+                pending = pool.submit(self._tokenise, block, role, prompt)
                 yield tokens
             yield pending.result()
+
+    def _tokenise(self, texts: list[str], role: TextRole, prompt: str) -> TokenBatch:
+        with self._tokenizing:
+            return self._tokenizer(texts, role, prompt)
 
     def _vectors(self, tokens: TokenBatch, context_MH: Tensor | None) -> Tensor:
         """The vectors of a mini-batch, (n, D) float32."""
