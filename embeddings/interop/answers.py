@@ -119,12 +119,11 @@ class Server:
             problem = problem.replace(key, "(the key)") if key else problem
             kind = RefusedError if error.code in _REFUSALS else InputError
             raise kind(self.address, f"answers with {error.code}{problem}", _CHECK) from None
-        except TimeoutError:
-            raise self._timeout() from None
         except (OSError, HTTPException, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
-                raise self._timeout() from None
+                what = f"has not answered within {self.timeout_seconds:g} s"
+                raise InputError(self.address, what, "check the server, or raise --timeout-seconds") from None
             what = f"cannot be reached ({one_line(str(reason) or type(reason).__name__, 120)})"
             raise InputError(self.address, what, "check --url, and that the server runs") from None
         try:
@@ -132,10 +131,6 @@ class Server:
         except (ValueError, RecursionError):
             what = f"does not answer with JSON ({one_line(content[:40].decode('utf-8', 'replace'))!r})"
             raise InputError(self.address, what, _CHECK) from None
-
-    def _timeout(self) -> InputError:
-        what = f"has not answered within {self.timeout_seconds:g} s"
-        return InputError(self.address, what, "check the server, or raise --timeout-seconds")
 
     def _vectors(self, content: Any, num_texts: int) -> Vectors:
         rows = content
