@@ -167,7 +167,7 @@ class Encoder:
         embedder: The model; its training or evaluation mode is restored after each call.
         device: Device to move the model to, or None to leave it on its device.
         precision: Precision of matrix products; `auto` is bfloat16 if the hardware supports it. Vectors are float32.
-            int8 does not see later changes of the model's weights.
+            int8 does not see later changes of the model's weights, nor does a CPU's bfloat16 after `from_pretrained`.
         mini_batch_tokens: Maximum padded tokens of a mini-batch, or None for 512 per CPU thread or 65,536 on a GPU.
         show_progress: Whether to draw a progress bar on standard error.
         dimensions: Number of leading dimensions of each vector to keep, normalised again if the model returns unit
