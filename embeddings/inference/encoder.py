@@ -305,7 +305,7 @@ class Encoder:
             prompt_name, role = self.embedder.text.default_prompt_name, "document"
         role = role or ("query" if prompt_name == "query" else "document")
         prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
-        _check_list("texts", texts)
+        require_list("texts", texts)
         self.compile_for(len(texts))
         compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
@@ -330,7 +330,7 @@ class Encoder:
 
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """The first-stage vectors of context documents, with the model's `document` prompt, (M, H) float32."""
-        _check_list("context", texts)
+        require_list("context", texts)
         self.require_context()
         model: Any = self.embedder
         tokens = partial(self._blocks_ahead, texts, "document", model.text.prompt(None, "document"))
@@ -488,7 +488,7 @@ def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
         raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
 
 
-def _check_list(name: str, texts: object) -> None:
+def require_list(name: str, texts: object) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
 
