@@ -161,7 +161,7 @@ class Encoder:
     """An embedding model that turns texts into vectors.
 
     Texts are encoded in mini-batches of similar length, a repeated text once. Other texts in the mini-batch, another
-    budget or number of threads change a vector only by rounding.
+    budget or number of threads change a vector only by rounding. Threads may share an encoder; they take turns.
 
     Args:
         embedder: The model; its training or evaluation mode is restored after each call.
