@@ -222,13 +222,7 @@ def trials_table(options: Mapping[str, Any]) -> str:
         required = list(columns.values())
         require(any(metric in metrics for metric in required), f"{label} has none of the metrics {required}")
     rows = [
-        [
-            label,
-            *(
-                score(list(metrics[metric].values()), digits) if metric in metrics else ""
-                for metric in columns.values()
-            ),
-        ]
+        [label, *(score([*metrics.get(metric, {}).values()], digits) for metric in columns.values())]
         for label, metrics in by_label.items()
     ]
     if options.get("bold", True):
@@ -276,11 +270,8 @@ def recipes_table(options: Mapping[str, Any]) -> str:
     rows = [row for row in read_rows(RECIPES) if not names or row["recipe"].startswith(tuple(names))]
     require(rows, f"no recipe begins with one of {names}")
     header = ["recipe", "hardware", "metric", "measured", "paper", "seconds", "status"]
-    cells = [
-        [f"`{row['recipe']}`", row["hardware"], row["metric"], row["value"], row["paper_value"], row["seconds"]]
-        for row in rows
-    ]
-    return markdown_table(header, [[*line, row["status"]] for line, row in zip(cells, rows, strict=True)])
+    fields = ["hardware", "metric", "value", "paper_value", "seconds", "status"]
+    return markdown_table(header, ([f"`{row['recipe']}`", *(row[field] for field in fields)] for row in rows))
 
 
 def sources_table(options: Mapping[str, Any]) -> str:
@@ -490,9 +481,14 @@ def packages() -> list[str]:
     return [path.parent.name for path in files if public_names(path.parent.name)]
 
 
+def source_of(package: str) -> ast.Module:
+    """A package's `__init__.py`, read without importing it."""
+    return ast.parse((ROOT / "embeddings" / package / "__init__.py").read_text("utf-8"))
+
+
 def public_names(package: str) -> list[str]:
-    """The names in a package's `__all__`, read without importing it."""
-    for node in ast.parse((ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")).body:
+    """The names in a package's `__all__`."""
+    for node in source_of(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             names: list[str] = ast.literal_eval(node.value)
             return names
@@ -501,23 +497,18 @@ def public_names(package: str) -> list[str]:
 
 def api_page(package: str) -> str:
     """The reference page of a package's public names."""
-    parts = [f"# embeddings.{package}"]
-    source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
-    parts.append(first_line(package))
-    places = defining_modules(package, ast.parse(source))
-    parts += [f"::: {places[name]}.{name}" for name in public_names(package)]
-    return "\n\n".join(parts) + "\n"
+    places = defining_modules(package)
+    members = [f"::: {places[name]}.{name}" for name in public_names(package)]
+    return "\n\n".join([f"# embeddings.{package}", first_line(package), *members]) + "\n"
 
 
 def api_index() -> str:
     """The index page: names importable from `embeddings` with links to their reference, and all packages."""
-    top = ast.parse((ROOT / "embeddings" / "__init__.py").read_text("utf-8"))
     rows = []
-    for name, module in sorted(defining_modules("", top).items()):
+    for name, module in sorted(defining_modules("").items()):
         package = module.split(".")[1] if module.count(".") else ""
         if package in packages() and name in public_names(package):
-            source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
-            place = defining_modules(package, ast.parse(source))[name]
+            place = defining_modules(package)[name]
             rows.append([f"[`{name}`]({package}.md#{place}.{name})", f"`from embeddings import {name}`"])
     listed = [[f"[`embeddings.{name}`]({name}.md)", first_line(name)] for name in packages()]
     names = "These names can be imported from `embeddings`; each loads on first use:"
@@ -527,15 +518,14 @@ def api_index() -> str:
 
 def first_line(package: str) -> str:
     """The first sentence of a package's docstring."""
-    source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition(". ")[0].rstrip(".") + "."
+    return (ast.get_docstring(source_of(package)) or "").partition(". ")[0].rstrip(".") + "."
 
 
-def defining_modules(package: str, tree: ast.Module) -> dict[str, str]:
-    """The module from which a package's `__init__` imports each name."""
+def defining_modules(package: str) -> dict[str, str]:
+    """The module from which a package's `__init__` imports each name; an empty name is the library itself."""
     modules: dict[str, str] = {}
     own = f"embeddings.{package}"
-    for node in ast.walk(tree):
+    for node in ast.walk(source_of(package)):
         if isinstance(node, ast.ImportFrom) and node.module:
             modules.update({alias.asname or alias.name: node.module for alias in node.names})
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):

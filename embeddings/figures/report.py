@@ -145,7 +145,7 @@ def _results(facts: RunFacts) -> list[list[str]]:
 
 def _size_on_disk(path: Path) -> str:
     num_bytes = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
-    return f"{num_bytes / 1e6:,.3g} MB"
+    return f"{digits(num_bytes / 1e6)} MB"
 
 
 def method(facts: RunFacts) -> str:

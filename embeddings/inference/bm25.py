@@ -23,6 +23,7 @@ from embeddings.common.io import check_file, load_array, write_text
 from embeddings.common.process import trim_malloc
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
+from embeddings.inference.encoder import require_list
 
 Tokenize = Callable[[str], list[str]]
 
@@ -156,6 +157,7 @@ class BM25:
     def __init__(
         self, corpus: Iterable[str], tokenize: Tokenize = word_tokens, k1: float = 1.5, b: float = 0.75
     ) -> None:
+        require_list("corpus", corpus)
         self._tokenize = tokenize
         self._vocabulary: dict[str, int] = {}
         # Of each text its tokens and their frequencies, in arrays: 8 bytes an entry, which become the weights.
@@ -244,6 +246,7 @@ class BM25:
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
+        require_list("queries", queries)
         num_texts = self.num_texts
         k = min(top_k, num_texts)
         index_Qk, score_Qk = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Lock, RLock
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -160,13 +161,13 @@ class Encoder:
     """An embedding model that turns texts into vectors.
 
     Texts are encoded in mini-batches of similar length, a repeated text once. Other texts in the mini-batch, another
-    budget or number of threads change a vector only by rounding.
+    budget or number of threads change a vector only by rounding. Threads may share an encoder; they take turns.
 
     Args:
         embedder: The model; its training or evaluation mode is restored after each call.
         device: Device to move the model to, or None to leave it on its device.
         precision: Precision of matrix products; `auto` is bfloat16 if the hardware supports it. Vectors are float32.
-            int8 does not see later changes of the model's weights.
+            int8 does not see later changes of the model's weights, nor does a CPU's bfloat16 after `from_pretrained`.
         mini_batch_tokens: Maximum padded tokens of a mini-batch, or None for 512 per CPU thread or 65,536 on a GPU.
         show_progress: Whether to draw a progress bar on standard error.
         dimensions: Number of leading dimensions of each vector to keep, normalised again if the model returns unit
@@ -204,6 +205,8 @@ class Encoder:
         self.show_progress = show_progress
         self.dimensions = dimensions
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+        # A call sets the tokenizer's length, and modes and products of the model, which threads share.
+        self._tokenizing, self._computing = Lock(), RLock()
         self.origin: str | None = None
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
@@ -302,7 +305,7 @@ class Encoder:
             prompt_name, role = self.embedder.text.default_prompt_name, "document"
         role = role or ("query" if prompt_name == "query" else "document")
         prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
-        _check_list("texts", texts)
+        require_list("texts", texts)
         self.compile_for(len(texts))
         compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
@@ -327,7 +330,7 @@ class Encoder:
 
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """The first-stage vectors of context documents, with the model's `document` prompt, (M, H) float32."""
-        _check_list("context", texts)
+        require_list("context", texts)
         self.require_context()
         model: Any = self.embedder
         tokens = partial(self._blocks_ahead, texts, "document", model.text.prompt(None, "document"))
@@ -386,7 +389,7 @@ class Encoder:
                 # The remaining tokens are estimated from those seen.
                 bar.total = round((bar.n + tokens.num_tokens) * num_texts / done)
                 # Not around the loop: the caller's code between two blocks must keep its own modes.
-                with self._inference():
+                with self._computing, self._inference():
                     vector_nD = self._encode_block(tokens, compute, bar, extra_tokens)
                 yield vector_nD
 
@@ -394,16 +397,20 @@ class Encoder:
         self, texts: Sequence[str], role: TextRole, prompt: str, repeated: Collection[int]
     ) -> Iterator[TokenBatch]:
         """The tokens of blocks of texts; a thread tokenises the next block while one is used."""
-        if not texts:
+        if not len(texts):  # an array has no truth value
             return
         blocks = text_blocks(texts, repeated)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            pending = pool.submit(self._tokenizer, next(blocks), role, prompt)
+            pending = pool.submit(self._tokenise, next(blocks), role, prompt)
             for block in blocks:
                 tokens = pending.result()
-                pending = pool.submit(self._tokenizer, block, role, prompt)
+                pending = pool.submit(self._tokenise, block, role, prompt)
                 yield tokens
             yield pending.result()
+
+    def _tokenise(self, texts: list[str], role: TextRole, prompt: str) -> TokenBatch:
+        with self._tokenizing:
+            return self._tokenizer(texts, role, prompt)
 
     def _vectors(self, tokens: TokenBatch, context_MH: Tensor | None) -> Tensor:
         """The vectors of a mini-batch, (n, D) float32."""
@@ -481,7 +488,7 @@ def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
         raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
 
 
-def _check_list(name: str, texts: object) -> None:
+def require_list(name: str, texts: object) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
 

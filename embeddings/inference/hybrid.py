@@ -1,5 +1,6 @@
 """Hybrid search: dense scores and BM25 scores fused, over the whole corpus or over the best of both lists."""
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -222,7 +223,7 @@ def open_words(folder: VectorFolder, language: str | None = None) -> BM25:
     """
     path = folder.path / WORDS_FOLDER
     chosen = f" --language {language}" if language is not None else ""
-    hint = f"make it with {program()} index --hybrid{chosen} --vectors {folder.path}"
+    hint = f"make it with {program()} index --hybrid{chosen} --vectors {shlex.quote(str(folder.path))}"
     if not (path / MANIFEST).is_file():
         raise InputError(str(path), "there is no BM25 index of these vectors", hint)
     expected = _expected(folder) if language is None else {**_expected(folder), "language": language}

@@ -7,7 +7,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -64,7 +63,6 @@ def encode_table(
         if folder is None:
             return None
         _write(folder, corpus, columns or {}, target, fields)
-        write_file_manifest(manifest_path(target), {**fields, "output_sha256": file_sha256(target)})
     return VectorTable(target, fields["num_documents"], fields["embedding_dim"])
 
 
@@ -89,22 +87,23 @@ def _write(
     # Vectors of a model hardly shrink.
     compression = dict.fromkeys(schema.names[:-1], "zstd") | {"vector.list.element": "none"}
     options: dict[str, Any] = {"compression": compression, "use_dictionary": False}
-    with (
-        atomic_path(target) as temporary,
-        pq.ParquetWriter(temporary, schema, **options) as writer,
-        progress_bar(folder.num_documents, f"writing {target.name}", "document") as bar,
-    ):
-        for shard in range(folder.shards.num_shards):
-            documents = folder.documents(folder.shards.rows(shard))
-            titles, texts, others = zip(*islice(rows, len(documents)), strict=True)
-            vector_nD = np.ascontiguousarray(folder.shards.load(shard), dtype=np.float32)
-            arrays = [
-                pa.array([document.document_id for document in documents], pa.large_string()),
-                *(pa.array(column, pa.large_string()) for column in (titles, texts, others)),
-                pa.FixedSizeListArray.from_arrays(pa.array(vector_nD.reshape(-1)), width),
-            ]
-            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=len(documents))
-            bar.update(len(documents))
+    with atomic_path(target) as temporary:
+        with (
+            pq.ParquetWriter(temporary, schema, **options) as writer,
+            progress_bar(folder.num_documents, f"writing {target.name}", "document") as bar,
+        ):
+            for shard, vector_nD in enumerate(folder.shards):
+                documents = folder.documents(folder.shards.rows(shard))
+                titles, texts, others = zip(*islice(rows, len(documents)), strict=True)
+                ids = [document.document_id for document in documents]
+                arrays = [
+                    *(pa.array(column, pa.large_string()) for column in (ids, titles, texts, others)),
+                    pa.FixedSizeListArray.from_arrays(pa.array(vector_nD.reshape(-1)), width),
+                ]
+                writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=len(documents))
+                bar.update(len(documents))
+        # The file is renamed last: if it exists, its manifest does too.
+        write_file_manifest(manifest_path(target), {**fields, "output_sha256": file_sha256(temporary)})
 
 
 def _rows(corpus: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None, str, str | None]]:
@@ -113,8 +112,8 @@ def _rows(corpus: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None
     with open(corpus, "rb") as file:
         is_parquet = file.read(4) == b"PAR1"
     names = pq.read_schema(fspath(corpus)).names if is_parquet else [text, title, identifier]
-    used = {text, title, identifier} | ({"id"} if identifier == "_id" else set())
     for _, fields in open_reader(corpus, names, (text,)):
+        used = text, title, "id" if identifier == "_id" and "_id" not in fields else identifier
         others = {name: value for name, value in fields.items() if name not in used and value is not None}
         metadata = json.dumps(others, ensure_ascii=False, default=str) if others else None
         yield fields.get(title), fields[text], metadata

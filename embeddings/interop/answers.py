@@ -33,6 +33,7 @@ Library = Literal["ours", "sentence-transformers", "onnx", "onnx-int8"]
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 # How servers refuse one text, such as one that is too long.
 _REFUSALS = (400, 413, 422)
+_MAX_SECONDS = 86_400
 _CHECK = "check --url, --api and --name"
 
 
@@ -74,8 +75,9 @@ class Server:
             # Without the value, which may be secret.
             fix = f"put the key into the environment variable {API_KEY_VARIABLE}"
             raise InputError("url", "must not contain a user name or a password", fix)
-        if not self.timeout_seconds > 0:
-            raise OptionError("timeout_seconds", self.timeout_seconds, "must be > 0", "leave it out for 60")
+        if not 0 < self.timeout_seconds <= _MAX_SECONDS:
+            rule = f"must be > 0 and at most {_MAX_SECONDS}, a day"
+            raise OptionError("timeout_seconds", self.timeout_seconds, rule, "leave it out for 60")
 
     @property
     def protocol(self) -> Api:
@@ -117,12 +119,11 @@ class Server:
             problem = problem.replace(key, "(the key)") if key else problem
             kind = RefusedError if error.code in _REFUSALS else InputError
             raise kind(self.address, f"answers with {error.code}{problem}", _CHECK) from None
-        except TimeoutError:
-            raise self._timeout() from None
         except (OSError, HTTPException, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
-                raise self._timeout() from None
+                what = f"has not answered within {self.timeout_seconds:g} s"
+                raise InputError(self.address, what, "check the server, or raise --timeout-seconds") from None
             what = f"cannot be reached ({one_line(str(reason) or type(reason).__name__, 120)})"
             raise InputError(self.address, what, "check --url, and that the server runs") from None
         try:
@@ -130,10 +131,6 @@ class Server:
         except (ValueError, RecursionError):
             what = f"does not answer with JSON ({one_line(content[:40].decode('utf-8', 'replace'))!r})"
             raise InputError(self.address, what, _CHECK) from None
-
-    def _timeout(self) -> InputError:
-        what = f"has not answered within {self.timeout_seconds:g} s"
-        return InputError(self.address, what, "check the server, or raise --timeout-seconds")
 
     def _vectors(self, content: Any, num_texts: int) -> Vectors:
         rows = content

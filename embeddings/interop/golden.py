@@ -120,7 +120,7 @@ def _text_of_length(num_tokens: Callable[[str], int], limit: int, words: tuple[s
         low, high = (middle, high) if num_tokens(joined(middle)) <= limit else (low, middle - 1)
     text = joined(low)
     # Fills the rest where a word has several tokens.
-    while num_tokens(f"{text} a") <= limit and num_tokens(f"{text} a") > num_tokens(text):
+    while num_tokens(text) < num_tokens(f"{text} a") <= limit:
         text = f"{text} a"
     return text
 
@@ -129,7 +129,16 @@ def write_golden(folder: Path, device: str | None = None) -> Golden:
     """Compute the golden vectors of a model directory in float32 and write them, also into its manifest."""
     encoder = Encoder.from_pretrained(str(folder), device=device, precision="float32")
     golden = compute_golden(encoder, folder)
-    _save(golden, folder)
+    content: dict[str, Any] = {"texts": dict(golden.texts)}
+    for role, vector_ND in golden.vectors.items():
+        unit_ND, length_N = unit_rows(vector_ND).astype("<f2"), np.linalg.norm(vector_ND, axis=1)
+        packed = base64.b64encode(unit_ND.tobytes()).decode()
+        content[role] = {"lengths": [float(f"{length:.7g}") for length in length_N], "unit_vectors": packed}
+    content |= {"weights_xxh3_128": golden.weights, "settings": dict(golden.settings)}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    content["versions"] = {**versions, "tokenizers": tokenizers.__version__}
+    write_json(folder / GOLDEN_FILE, content)
+    record_files(folder, GOLDEN_FILE)
     return golden
 
 
@@ -145,19 +154,6 @@ def add_golden(folder: Path) -> None:
     except Exception as error:
         reason = one_line(f"{type(error).__name__}: {error}", 200)
         logger.warning("%s is not written (%s); verify --write writes it", GOLDEN_FILE, reason)
-
-
-def _save(golden: Golden, folder: Path) -> None:
-    content: dict[str, Any] = {"texts": dict(golden.texts)}
-    for role, vector_ND in golden.vectors.items():
-        unit_ND, length_N = unit_rows(vector_ND).astype("<f2"), np.linalg.norm(vector_ND, axis=1)
-        packed = base64.b64encode(unit_ND.tobytes()).decode()
-        content[role] = {"lengths": [float(f"{length:.7g}") for length in length_N], "unit_vectors": packed}
-    content |= {"weights_xxh3_128": golden.weights, "settings": dict(golden.settings)}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    content["versions"] = {**versions, "tokenizers": tokenizers.__version__}
-    write_json(folder / GOLDEN_FILE, content)
-    record_files(folder, GOLDEN_FILE)
 
 
 def read_golden(folder: Path) -> Golden | None:

@@ -132,12 +132,9 @@ def _lengths(answers: dict[TextRole, Vectors], golden: Golden) -> tuple[str, boo
         line = "normalisation: the vectors have unit length, those of the model have lengths that its scores depend on"
         is_same = golden.settings.get("similarity") != "dot"
         return (", scaled to unit length" if is_same else line), is_same
-    span = f"{found_N.min():.3g} to {found_N.max():.3g}"
-    if golden.settings["normalize"]:
-        return f"normalisation: the vectors have lengths {span}, those of the model have length 1", False
-    return f"normalisation: the vectors have lengths {span}, those of the model {expected_N.min():.3g} to " + (
-        f"{expected_N.max():.3g}"
-    ), False
+    found, expected = (f"{length_N.min():.3g} to {length_N.max():.3g}" for length_N in (found_N, expected_N))
+    expected = "have length 1" if golden.settings["normalize"] else expected
+    return f"normalisation: the vectors have lengths {found}, those of the model {expected}", False
 
 
 @dataclass
@@ -182,12 +179,10 @@ class _Search:
         if folder_checksum(self.folder) != self.golden.weights:
             return "another model: the directory's weights are not those of golden.json"
         for role in ROLES:
-            if _cosines(self._own(role), self.golden.vectors[role]).min() < self.min_cosine:
+            own_ND = self.encoder.encode(self.texts, role=role)
+            if _cosines(own_ND, self.golden.vectors[role]).min() < self.min_cosine:
                 return "another model: weights after the backbone, or the libraries, are not those of golden.json"
         return None
-
-    def _own(self, role: TextRole) -> Vectors:
-        return self.encoder.encode(self.texts, role=role)
 
     def _cosines_of(self, role: TextRole) -> Cosines:
         return _cosines(self.answers[role], self.golden.vectors[role])

@@ -6,6 +6,8 @@ import pytest
 
 from tests.docs.pages import ROOT, hooks
 
+HEAD = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
+
 
 def write(path, lines):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -13,13 +15,12 @@ def write(path, lines):
 
 
 def test_the_newest_row_of_a_claim_is_shown_and_a_missed_target_is_named(tmp_path, monkeypatch):
-    head = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
     rows = [
         "P2 b,0.5,ratio,0.4,0.6,1.0012,<=0.6,torch,4 x CPU,1,aaa,2026-01-01",
         "P10 a,3,ms,3,3,nan,none,torch,4 x CPU,2,aaa,2026-01-01",
         "P2 b,0.7,ratio,0.6,0.8,0.99,<=0.6,torch,4 x CPU,1,bbb,2026-01-02",
     ]
-    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
+    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [HEAD, *rows]))
     lines = hooks.with_tables("before\n\n```benchmarks\nclaims: [P2, P10]\n```\n\nafter").splitlines()
     assert lines[0] == "before"
     assert lines[4] == (
@@ -32,11 +33,11 @@ def test_the_newest_row_of_a_claim_is_shown_and_a_missed_target_is_named(tmp_pat
         hooks.with_tables("```benchmarks\nclaims: [P3]\n```")
 
 
-def test_scores_are_laid_out_by_row_and_column(tmp_path, monkeypatch):
-    head = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
+def test_scores_are_laid_out_by_row_and_column_and_may_have_their_intervals(tmp_path, monkeypatch):
     claims = {"E1 recall on x, 4": 0.25, "E1 recall on x, 8": 0.5, "E1 nDCG on x, 4": 0.125}
     rows = [f'"{claim}",{value},score,0,0,nan,none,none,c,1,a,d' for claim, value in claims.items()]
-    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
+    rows.append('"E2 gain on x, a",0.25,score,-0.125,0.5,nan,none,none,c,1,a,d')
+    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [HEAD, *rows]))
     text = '```scores\nclaim: "(?P<row>E1) (?P<column>.+) on x, (?P<row_2>.+)"\n```'
     assert [line[:6] for line in hooks.with_tables(text).splitlines()[2:]] == ["| E1 4", "| E1 8"]
     text = '```scores\nclaim: "E1 (?P<column>.+) on x, (?P<row>.+)"\ncorner: lists\n```'
@@ -46,13 +47,7 @@ def test_scores_are_laid_out_by_row_and_column(tmp_path, monkeypatch):
         "| 4 | 0.250 | 0.125 |",
         "| 8 | 0.500 | – |",
     ]
-
-
-def test_scores_may_have_their_intervals(tmp_path, monkeypatch):
-    head = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
-    rows = ['"E1 gain on x, a",0.25,score,-0.125,0.5,nan,none,none,c,1,a,d']
-    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
-    text = '```scores\nclaim: "E1 gain on (?P<row>.+), (?P<column>.+)"\nintervals: true\n```'
+    text = '```scores\nclaim: "E2 gain on (?P<row>.+), (?P<column>.+)"\nintervals: true\n```'
     assert hooks.with_tables(text).splitlines()[2] == "| x | +0.250 (-0.125 to +0.500) |"
 
 

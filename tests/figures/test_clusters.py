@@ -27,34 +27,10 @@ def points_of(num_clusters, rows_each=4):
     return ClusterPoints(numbers, np.full(num_clusters, 1_234_567), places, unit)
 
 
-@pytest.fixture
-def drawn(kept, tmp_path):
-    def draw(points, subtitle="about it"):
-        draw_clusters(points, "A $title$", subtitle, tmp_path / "a.png")
-        return kept[-1]
-
-    return draw
-
-
-@pytest.fixture
-def sampled(tmp_path):
-    folder, query, document = write_clusters(tmp_path / "clusters", IDS, 4)
-    opened = ClusterFolder(folder), SurrogateVectors(tmp_path / "clusters.vectors", SOURCE_KEY)
-    return lambda *options: draw_cluster_points(*opened, *options), np.concatenate([query, document], axis=1) / 2**0.5
-
-
-@pytest.fixture
-def shifted(kept, tmp_path):
-    def draw(shift, names, corpora, subtitle="about it"):
-        draw_contextual_shift(shift, names, corpora, "A $title$", subtitle, tmp_path / "a.png")
-        return kept[-1]
-
-    return draw
-
-
-def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
+def test_each_cluster_has_a_colour_and_a_number_at_its_mean(kept, tmp_path):
     points = points_of(3)
-    figure = drawn(points)
+    draw_clusters(points, "A $title$", "about it", tmp_path / "a.png")
+    (figure,) = kept
     (axis,) = figure.axes
     plane = principal_plane(points.vector_ND)
     expected = plane.transform(points.vector_ND)
@@ -75,12 +51,14 @@ def test_each_cluster_has_a_colour_and_a_number_at_its_mean(drawn):
 IDS = [0, 3, 0, 1, 3, 3, 0, 1, 3, 3, 0, 3]  # nothing in 2
 
 
-def test_a_sample_depends_on_the_seed_only(sampled):
-    draw, row_ND = sampled
-    draws = [draw(2, 3, seed) for seed in range(8)]
+def test_a_sample_depends_on_the_seed_only(tmp_path):
+    folder, query, document = write_clusters(tmp_path / "clusters", IDS, 4)
+    opened = ClusterFolder(folder), SurrogateVectors(tmp_path / "clusters.vectors", SOURCE_KEY)
+    row_ND = np.concatenate([query, document], axis=1) / 2**0.5
+    draws = [draw_cluster_points(*opened, 2, 3, seed) for seed in range(8)]
     assert {tuple(points.clusters) for points in draws} == {(0, 1), (0, 3), (1, 3)}
     assert all(np.bincount(points.index_N).max() <= 3 for points in draws)
-    again = draw(2, 3, 5)
+    again = draw_cluster_points(*opened, 2, 3, 5)
     np.testing.assert_array_equal(again.vector_ND, draws[5].vector_ND)
     for points in draws:
         rows = [int(np.abs(row_ND - vector).sum(axis=1).argmin()) for vector in points.vector_ND]
@@ -130,9 +108,10 @@ def shift_of(num_documents, num_contexts):
     return ContextualShift(unit[:-1], unit[-1])
 
 
-def test_documents_have_colours_corpora_have_markers_and_no_context_is_a_cross(shifted):
-    shift = shift_of(2, 3)
-    figure = shifted(shift, ["first $x$ text", "second"], ["wiki", "wiki", "code"])
+def test_documents_have_colours_corpora_have_markers_and_no_context_is_a_cross(kept, tmp_path):
+    shift, names, corpora = shift_of(2, 3), ["first $x$ text", "second"], ["wiki", "wiki", "code"]
+    draw_contextual_shift(shift, names, corpora, "A $title$", "about it", tmp_path / "a.png")
+    (figure,) = kept
     (axis,) = figure.axes
     plane = principal_plane(shift.vector_CND.reshape(6, 8))
     dots = [np.asarray(collection.get_offsets()) for collection in axis.collections]

@@ -75,7 +75,7 @@ def test_each_run_has_a_line_in_both_panels_under_one_name(runs, drawn):
     wanted = [[(50, 2), (100, 0)], [(50, 3), (100, 9), (150, 11)]]
     assert [points(line) for line in idle.lines] == wanted
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["balanced/version_0", r"free_\$x\$/version_0"]
+    assert legend_of(figure) == ["balanced/version_0", r"free_\$x\$/version_0"]
     for line, handle in zip(entropy.lines, legend.get_lines(), strict=True):
         assert line.get_color() == handle.get_color()
     assert [line.get_color() for line in entropy.lines] == [line.get_color() for line in idle.lines]
@@ -85,17 +85,10 @@ def test_each_run_has_a_line_in_both_panels_under_one_name(runs, drawn):
     assert "idle experts" in idle.get_ylabel()
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("step,train/loss\n0,2.0\n", "metrics.csv: has no 'routing/load_entropy'; name a run with the callback"),
-        (ROUTED + "50,,high,0\n", "is damaged"),
-    ],
-)
-def test_a_run_without_routing_is_named(text, says, runs, tmp_path):
-    (tmp_path / "metrics.csv").write_text(text)
-    with pytest.raises(InputError, match=says):
+def test_a_run_without_the_values_is_named(runs, tmp_path):
+    write_run(tmp_path, "step,val/loss\n0,2.0\n")
+    with pytest.raises(InputError, match=r"metrics\.csv: has no 'routing/load_entropy'; name a run with the callback"):
         draw_routing_curves([*runs, tmp_path], tmp_path / "a.png")
-    with pytest.raises(InputError, match=r"has no 'train/loss'; name a run that logged|is damaged"):
-        draw_curves([write_run(tmp_path, text.replace("train/loss", "val/loss"))], tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"has no 'train/loss'; name a run that logged"):
+        draw_curves([tmp_path], tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()

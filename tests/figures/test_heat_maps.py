@@ -62,7 +62,7 @@ def weights_of(text, rows):
 
 
 ONE = weights_of("A <dog>", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
-TWO = weights_of("fox", [[0.0, 0.0, 0.0, 1.0]])
+TWO = weights_of("mean", [[0.0, 0.0, 0.0, 1.0]])
 
 
 def test_texts_count_equally_for_the_busiest_latents():
@@ -74,7 +74,7 @@ def test_texts_count_equally_for_the_busiest_latents():
 def test_latent_weights_have_a_row_per_token_a_column_per_latent_and_a_mean(tmp_path):
     one, two = latent_maps([ONE, TWO], 3)
     assert (one.caption, list(one.rows)) == ("A <dog>", ["[CLS]", "A", "<dog>", "[SEP]", "mean"])
-    assert (two.caption, list(two.rows)) == ("fox", ["[CLS]", "fox", "[SEP]", "mean"])
+    assert (two.caption, list(two.rows)) == ("mean", ["[CLS]", "mean", "[SEP]", "mean"])
     assert one.columns == two.columns == [3, 1, 2]
     np.testing.assert_allclose(one.share_NC[0], [0.0, 0.6, 0.3])
     np.testing.assert_allclose(one.share_NC[-1], ONE.weight_TR.mean(0)[[3, 1, 2]])

@@ -191,6 +191,8 @@ def test_an_unknown_language_is_refused():
     )
 
 
-def test_an_empty_corpus_and_no_result_are_refused():
+def test_an_empty_corpus_no_result_and_a_text_instead_of_a_list_are_refused():
     refused(OptionError, "corpus must have at least one text", BM25, [])
     refused(OptionError, "top_k must be >= 1, got 0", BM25(["x"]).search, ["x"], top_k=0)
+    refused(OptionError, "queries must be a list of texts, got 'x y'", BM25(["x"]).search, "x y", top_k=1)
+    refused(OptionError, "corpus must be a list of texts, got 'x y'", BM25, "x y")

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -46,6 +48,8 @@ def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens, block,
     assert vectors.dtype == np.float32
     assert vectors.shape == (count + 2, 32)
     np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
+    encoder = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens)
+    np.testing.assert_array_equal(encoder.encode(np.array(texts)), vectors)
 
 
 def test_a_text_that_occurs_twice_is_computed_once():
@@ -56,6 +60,26 @@ def test_a_text_that_occurs_twice_is_computed_once():
     vectors = Encoder(embedder, precision="float32").encode(repeated)
     assert sum(seen) == 5
     np.testing.assert_allclose(vectors, one_by_one(embedder, repeated), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_threads_encode_at_once_each_with_its_own_length(precision, tmp_path, monkeypatch):
+    tiny_embedder(query_max_length=4).save_pretrained(tmp_path)
+    encoder, texts = Encoder.from_pretrained(str(tmp_path), device="cpu", precision=precision), some_texts(3)
+    roles = ("query", "document") * 2
+    expected = [encoder.encode(texts, role=role) for role in roles]
+    prompts = TextTokenizer._prompts
+
+    def slow_prompts(self, *arguments):
+        found = prompts(self, *arguments)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(TextTokenizer, "_prompts", slow_prompts)
+    encoder.embedder.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda role: encoder.encode(texts, role=role), roles))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_blocks_have_the_rows_of_encode_and_leave_the_modes_of_their_caller(monkeypatch):

@@ -219,19 +219,19 @@ def test_an_index_of_lists_and_binary_vectors_are_fused_over_their_best(encoder,
 
 
 def test_a_missing_damaged_or_other_index_is_refused(encoder, corpus, tmp_path):
-    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=5)
+    folder = encode_corpus(encoder, corpus, tmp_path / "my out", shard_size=5)
     says = refused(InputError, "there is no BM25 index of these vectors", open_words, folder)
-    assert f"index --hybrid --vectors {folder.path}" in says
+    assert f"index --hybrid --vectors '{folder.path}'" in says
     index_words(folder, "german")
     says = refused(InputError, "field 'language' is 'german', expected 'none'", open_words, folder, "none")
     assert "index --hybrid --language none --vectors" in says
-    manifest = tmp_path / "out" / "words" / "manifest.json"
+    manifest = tmp_path / "my out" / "words" / "manifest.json"
     written = manifest.read_text()
     manifest.write_text(json.dumps(json.loads(written) | {"vectors_xxh3_128": "0" * 32}))
     refused(InputError, "another vectors", open_words, folder)
     manifest.write_text(written)
     for name in ("data.npy", "vocabulary.json"):
-        path = tmp_path / "out" / "words" / name
+        path = tmp_path / "my out" / "words" / name
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         refused(InputError, f"{name}: is damaged", open_words, folder)

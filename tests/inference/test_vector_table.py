@@ -10,6 +10,8 @@ from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.inference import Encoder, VectorFolder, encode_table
 from embeddings.inference import vector_folder as module
+from embeddings.inference import vector_table as table_module
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import assert_refused, refused
 from tests.inference.models import encode_nothing_more, some_texts, tiny_embedder
 
@@ -25,7 +27,7 @@ def encoder(tmp_path_factory):
 
 def write_passages(path):
     rows = [{"_id": f"p{row}", "title": f"t{row}", "text": text, "position": row} for row, text in enumerate(TEXTS)]
-    rows[2] |= {"file": "notes/ü.md", "links": [["a", "b"]], "empty": None}
+    rows[2] |= {"id": 7, "file": "notes/ü.md", "links": [["a", "b"]], "empty": None}
     del rows[3]["title"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -42,7 +44,7 @@ def test_a_row_is_the_row_of_the_corpus_with_its_vector(encoder, tmp_path):
     assert [(row["id"], row["text"]) for row in rows] == [(f"p{row}", text) for row, text in enumerate(TEXTS)]
     assert [row["title"] for row in rows] == [None if row == 3 else f"t{row}" for row in range(11)]
     metadata = [json.loads(row["metadata"]) for row in rows]
-    assert metadata[2] == {"position": 2, "file": "notes/ü.md", "links": [["a", "b"]]}
+    assert metadata[2] == {"position": 2, "id": 7, "file": "notes/ü.md", "links": [["a", "b"]]}
     assert metadata[4] == {"position": 4}
     encoded = [text if row == 3 else f"t{row} {text}" for row, text in enumerate(TEXTS)]
     expected = encoder.encode(encoded, role="document")
@@ -82,6 +84,11 @@ def test_a_killed_call_resumes_and_a_finished_file_is_not_written_again(encoder,
     counts = []
     encode = module._encode_shard
     monkeypatch.setattr(module, "_encode_shard", lambda *each: counts.append(encode(*each)) or counts[-1])
+    for name in ("file_sha256", "write_file_manifest"):
+        with monkeypatch.context() as patch:
+            patch.setattr(table_module, name, interrupted_at(getattr(table_module, name), 1))
+            with pytest.raises(KeyboardInterrupt):
+                encode_table(encoder, corpus, output, shard_size=4)
     encode_table(encoder, corpus, output, shard_size=4)
     assert counts == [4, 3]
     before = output.stat().st_mtime_ns

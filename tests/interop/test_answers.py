@@ -134,6 +134,7 @@ def test_a_key_that_a_header_cannot_have_is_not_shown(model, capsys, monkeypatch
         (["--url", f"http://me:{KEY}@host/v1"], "url: must not contain a user name or a password"),
         (["--url", "http://127.0.0.1:9/v1"], "cannot be reached"),
         (["--url", "http://127.0.0.1:9/v1", "--timeout-seconds", "0"], "timeout_seconds must be > 0"),
+        (["--url", "http://127.0.0.1:9/v1", "--timeout-seconds", ".inf"], "timeout_seconds must be > 0 and at most"),
         (["--url", "http://127.0.0.1:9/v1", "--library", "ours"], "library has no effect with --url"),
         (["--api", "tei"], "api has no effect without --url"),
         (["--write", "--url", "http://127.0.0.1:9/v1"], "url has no effect with --write"),
