@@ -139,6 +139,8 @@ class TrainerCLI(LightningCLI):
         self.config = parser.parse_args(args)
         if self.config.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: must not be in a config; write fit --check")
+        if self.config.pop("recipe", None) is not None:
+            raise ConfigError("--recipe: must be given once, and not in a config; write fit --recipe NAME")
         self._make_small(args)
         parser.check_functions(self.config)
         if not 0 <= self.config.seed_everything <= MAX_SEED:
