@@ -127,9 +127,11 @@ def unfolded(value: Any) -> Any:
     return nested
 
 
-def read_configs(path: str) -> list[Config]:
+def read_configs(path: str, including: Sequence[str] = ()) -> list[Config]:
     """A config, `unfolded`, after the one that it includes under `config:`, relative to its own folder."""
     path = located(path)
+    if path in including:
+        raise InputError(f"--config {path}", "includes itself", "remove its config: key")
     content = unfolded(read_config(path))
     included = content.pop("config", None)
     if included is None:
@@ -138,9 +140,7 @@ def read_configs(path: str) -> list[Config]:
         raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
     is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
     other = os.path.normpath(Path(path).parent / included) if is_path else included
-    if other == path:
-        raise InputError(f"--config {path}", "includes itself", "remove its config: key")
-    return [*read_configs(other), (path, content)]
+    return [*read_configs(other, [*including, path]), (path, content)]
 
 
 def read_config(path: str) -> dict[str, Any]:
