@@ -220,7 +220,7 @@ def _kind(callback: L.Callback) -> tuple[type, object]:
 
 def check_checkpoint(path: str | None) -> None:
     """Check the value of `--ckpt_path` before anything is built; a `ConfigError` if it cannot be resumed from."""
-    if path is None or path == AUTO or ":" in path:
+    if path is None or path == AUTO or "://" in path:
         return
     if path in ("best", "last", "hpc"):
         raise ConfigError(

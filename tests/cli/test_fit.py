@@ -71,7 +71,7 @@ def test_arguments_are_checked_without_a_run(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     check_arguments(line)
     wrongs = {"--trainer.max_steps=x": "expected int", "--ckpt_path=no.ckpt": "no such file"}
-    wrongs |= {"--ckpt_path=best": "is not a file; use auto"}
+    wrongs |= {"--ckpt_path=best": "is not a file; use auto", "--ckpt_path=12:53/no.ckpt": "no such file"}
     for wrong, says in wrongs.items():
         refused(ConfigError, says, check_arguments, [*line, wrong])
     assert sorted(tmp_path.rglob("*")) == before
