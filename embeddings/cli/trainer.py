@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -264,11 +265,16 @@ def find_latest_checkpoint(
     """
     # The same normalisation as Lightning's, which compares the folder as text.
     root = os.path.normpath(os.path.expanduser(folder or "."))
-    checkpoints = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
-    others, chosen = list[str](), None
-    for path in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    others, chosen, modified = list[str](), None, dict[Path, int]()
+    for path in Path(root).rglob("*.ckpt"):
+        with suppress(FileNotFoundError):
+            modified[path] = path.stat().st_mtime_ns
+    for path in sorted(modified, key=lambda path: modified[path], reverse=True):
         try:
             difference = check_resumable(path, run, global_batch_size)
+        except FileNotFoundError:
+            # Another run has removed it meanwhile.
+            continue
         except InputError as error:
             print_to_stderr(f"left out: {error}")
             continue
