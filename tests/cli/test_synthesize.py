@@ -148,6 +148,9 @@ def test_the_end_of_a_budget_says_what_is_missing(work, capsys):
 
 BAD = [
     (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
+    (["--columns", "{query: question}"], "columns needs --regenerate-negatives"),
+    (["--suspect-rows", "keep"], "suspect_rows needs --regenerate-negatives"),
+    (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no prompt for negatives"),
     (["--max-attempts", "0"], "max_attempts must be > 0"),
     (["--regenerate-negatives", "bad.jsonl"], "bad.jsonl:1"),
     (["--output", "bad.jsonl"], "bad.jsonl: already exists and has no manifest"),
