@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.parser import located, read_config, reason
+from embeddings.cli.parser import read_configs, reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
@@ -261,7 +261,7 @@ def compress(
     before = None if folder is None else score(str(job.source), folder, device)
     seconds = -time.perf_counter()
     configs = [retrain] if isinstance(retrain, Path) else retrain
-    staged = job.run(None if configs is None else retraining(configs, pruning))
+    staged = job.run(retraining(configs, pruning) if configs else None)
     seconds += time.perf_counter()
     lines = write_graphs(staged, output, with_int8=format == "onnx-int8") if format != "torch" else []
     after = None if folder is None else score(str(staged), folder, device)
@@ -279,7 +279,7 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
     """
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
-    contents = [read_config(located(str(path))) for path in configs]
+    contents = [content for path in configs for _, content in read_configs(str(path))]
 
     def train(model: Path, work: Path) -> Path:
         from embeddings.cli.fit import run_trainer
