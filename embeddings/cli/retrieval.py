@@ -321,7 +321,10 @@ def index(
         if model is not None and data is not None:
             precision = check_manifest(folder.path, {})["precision"]
             retrieval, words = _same_documents(folder, data), BM25(folder.texts(), tokenizer(language))
-            tuned = tune_search(CorpusSearch(load_encoder(model, precision), vectors), words, retrieval)
+            encoder = load_encoder(model, precision)
+            if folder.embedding_dim < encoder.embedding_dim:
+                encoder.dimensions = folder.embedding_dim
+            tuned = tune_search(CorpusSearch(encoder, vectors), words, retrieval)
             weight = tuned.rule.weight
             print(tuned)
         words = index_words(folder, language, weight, words)

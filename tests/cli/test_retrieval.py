@@ -136,6 +136,8 @@ def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsy
     assert found[0] == found[1]
     line = ["search", "--model", model, "--corpus", vectors, "fox"]
     assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
+    tune = ["--hybrid", "--hybrid-weight", "tune", "--model", model, "--data", str(tmp_path / "eval")]
+    assert main(["index", "--vectors", vectors, *tune]) == 0
 
 
 def test_scores_contain_their_widths_and_untrained_widths_are_warned_of(model, tmp_path, caplog):
