@@ -232,8 +232,10 @@ def search(
     """
     if query is None and not interactive and not sys.stdin.isatty():
         raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
-    if query is not None and not query.strip():
-        raise OptionError("query", query, "must not be empty", "write what to search for")
+    if query is not None:
+        refuse_given({"interactive": interactive or None}, "has no effect with a query")
+        if not query.strip():
+            raise OptionError("query", query, "must not be empty", "write what to search for")
     require_top_k(top_k)
     if rescore_multiplier is not None:
         require_multiplier(rescore_multiplier)
