@@ -463,8 +463,8 @@ def limit_data(changes: Changes, num_rows: int) -> None:
     if num_rows < 1:
         raise OptionError("limit_data", num_rows, "must be >= 1", "2000 is enough to test a run")
     data: Any = changes.run.data.init_args
-    sampler = data.get("sampler")
-    if sampler is not None and sampler.class_path.endswith("ClusteredBatchSampler"):
+    samplers = (data.get(f"sampler.{inner}class_path") for inner in ("", "init_args.inner."))
+    if any(str(path).endswith("ClusteredBatchSampler") for path in samplers):
         changes.lines.append("data.sources: all rows, because their clusters contain all rows")
         return
     sources = [*(data.get("sources") or ()), *(data.get("validation_sources") or ())]

@@ -4,6 +4,7 @@ import logging
 import shlex
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,16 @@ def test_each_option_reports_its_changes_line_by_line(tmp_path: Path, capsys: py
     assert changes[0].startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
     assert changes[1:] == ["data.batch_size: 8 -> 4"]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_clustered_batches_read_all_rows_also_inside_a_curriculum(tmp_path: Path, capsys: Any) -> None:
+    clustered = component("embeddings.data.ClusteredBatchSampler", clusters="clusters")
+    for sampler in (clustered, component("embeddings.data.CurriculumBatchSampler", inner=clustered)):
+        config = write_config(tmp_path, run_config(tmp_path, sampler=sampler))
+        capsys.readouterr()
+        check_arguments(["fit", "--config", config, "--limit-data", "9"])
+        says = "changed data.sources: all rows, because their clusters contain all rows\n"
+        assert capsys.readouterr().err == says
 
 
 def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
