@@ -451,6 +451,11 @@ class Changes:
             self.lines.append(f"{name}: {_shown(previous)} -> {_shown(value)}")
             owner[key] = value
 
+    def force(self, key: str, value: Any) -> None:
+        """Set an option that belongs to the replaced model, also if it is on the command line."""
+        self.on_command_line.discard(_plain(key))
+        self.set(key, value)
+
     def lower(self, key: str, limit: int, callback: Any = None) -> None:
         """Lower an integer to at most `limit`; fractions and missing values do not change."""
         previous = (self.run if callback is None else callback.init_args).get(key)
@@ -516,7 +521,7 @@ def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -
     for name in kind.backbones:
         if model.get(name) is not None:
             _replace_backbone(changes, name, folder, unknown)
-    changes.set("model.init_args.initial_model", None)
+    changes.force("model.init_args.initial_model", None)
 
 
 def module_class(run: Namespace) -> type[BaseModule]:
@@ -574,10 +579,10 @@ def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | 
     write_stand_in(stand_in, tiny_architecture(original), module_class(changes.run).head_kind(model))
     key = f"model.init_args.{name}"
     # A backbone named on the command line is replaced too: it determines the architecture.
-    changes.on_command_line.discard(f"model.{name}.name")
-    changes.set(f"{key}.name", str(stand_in))
-    for option, value in (("revision", None), ("num_layers", None), ("compile", "auto"), ("quantization", None)):
-        changes.set(f"{key}.{option}", value)
+    changes.force(f"{key}.name", str(stand_in))
+    for option in ("revision", "num_layers", "quantization"):
+        changes.force(f"{key}.{option}", None)
+    changes.set(f"{key}.compile", "auto")
     if model[name].attn_implementation not in (None, "eager", "sdpa"):
         changes.set(f"{key}.attn_implementation", None)
 

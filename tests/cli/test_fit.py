@@ -207,6 +207,16 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     assert change.startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
 
 
+def test_a_stand_in_replaces_the_weights_that_the_command_line_names(model, tmp_path, capsys) -> None:
+    config = run_config(tmp_path)
+    config["model"]["init_args"]["pooling"] = component("embeddings.models.MeanPooling")
+    words = ["--stand-in=tiny", "--check", "--model.initial_model", model, "--model.backbone.num_layers=1"]
+    assert main(["fit", "--config", write_config(tmp_path, config), *words]) == 0
+    says = capsys.readouterr().err
+    assert "changed model.backbone.num_layers: 1 -> None\n" in says
+    assert f"changed model.initial_model: {model} -> None\n" in says
+
+
 @pytest.mark.parametrize(
     ("precision", "has_bfloat16", "on_command_line"),
     [
