@@ -80,11 +80,12 @@ class Trainer(L.Trainer):
             standard = [callback for callback in standard if not isinstance(callback, ModelCheckpoint)]
         self.given_options: dict[str, Any] = {**base, **options}
         used = {**self.given_options, "accelerator": known_accelerator(options.get("accelerator", AUTO))}
-        # Each run leaves a record, except a trial of a few batches.
-        record = [] if options.get("fast_dev_run") else [ScriptRecord()]
+        # Each run leaves a record, except a trial of a few batches; `choose_folder` sets its config.
+        record = RunRecord(LightningArgumentParser(), {}, ["python", *sys.argv])
+        records = [] if options.get("fast_dev_run") else [record]
         chosen = [*standard, *added]
         with quiet_libraries():
-            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *record], **used)
+            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *records], **used)
         self.given_options["callbacks"] = chosen
         set_up_trainer(self, chosen)
         set_up_ranks(self)
@@ -134,13 +135,6 @@ class Trainer(L.Trainer):
             # The optimiser may be made by a function, which has no config; the optimiser has one.
             config["model"]["init_args"]["optimizer"] = model.optimizer_config()
         return config
-
-
-class ScriptRecord(RunRecord):
-    """The record of a run in a script; `plain_config` is set from the arguments of its parts."""
-
-    def __init__(self) -> None:
-        super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv])
 
 
 def known_accelerator(accelerator: Any) -> Any:

@@ -290,8 +290,8 @@ def test_a_run_on_two_nodes_is_described_on_a_machine_without_a_gpu(strategy, ch
         (GPUS, {}, "", "the 64 training rows (batch_size x 16 ranks), got 8"),
         ({}, {}, '{"query": "alone"}\n', "pairs.jsonl:65: field 'positive'"),
         ({}, {"check": True}, "", "--check: must not be in a config"),
-    ],
         ({}, {"recipe": "quickstart"}, "", "--recipe: must be given once, and not in a config"),
+    ],
     ids=["global batch", "bad row", "check in a config", "recipe in a config"],
 )
 def test_the_check_refuses_what_the_run_would_refuse(trainer, more, row, says, tmp_path, capsys, monkeypatch):
