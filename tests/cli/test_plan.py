@@ -215,6 +215,7 @@ def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.Ca
     [
         (("--gpus", "0"), "gpus must be > 0, got 0"),
         (("--peak-share", "1.5"), "peak_share must be <= 1, got 1.5"),
+        (("--query-tokens", "1000"), "data.text.query_max_length must be <= 128"),
         (("--model-config", __file__), f"{__file__}: is not a model config; give the backbone's config.json"),
         (("--recipe", "nothing"), "there is no recipe"),
     ],
