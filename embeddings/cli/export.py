@@ -209,6 +209,8 @@ def convert(
             model = write_gguf(file, new)
         print(f"wrote {output}: {model.num_parameters():,} parameters of {type(model).__name__} in bfloat16")
         return
+    if num_positions < 1:
+        raise OptionError("num_positions", num_positions, "must be >= 1", "the paper uses 2,048")
     rotary = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     size = f"{rotary.num_parameters():,} parameters, vocabulary of {rotary.config.vocab_size:,} rows"
     print(f"wrote {output}: {size}, rotary positions for {num_positions:,} tokens")
