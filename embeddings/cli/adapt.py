@@ -132,6 +132,7 @@ def adapt(
         return
     fields: dict[str, Any] = {"kind": "adaptation", "model": model, "language": language, "seed": seed}
     fields |= {"documents": str(documents.expanduser().resolve()), "minutes": minutes}
+    fields |= {"columns": columns}
     # Other queries hold out other documents. The address of an endpoint may contain a password.
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
     fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}

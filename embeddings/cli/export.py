@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.parser import located, read_config, reason
+from embeddings.cli.parser import read_configs, reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
@@ -209,6 +209,8 @@ def convert(
             model = write_gguf(file, new)
         print(f"wrote {output}: {model.num_parameters():,} parameters of {type(model).__name__} in bfloat16")
         return
+    if num_positions < 1:
+        raise OptionError("num_positions", num_positions, "must be >= 1", "the paper uses 2,048")
     rotary = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     size = f"{rotary.num_parameters():,} parameters, vocabulary of {rotary.config.vocab_size:,} rows"
     print(f"wrote {output}: {size}, rotary positions for {num_positions:,} tokens")
@@ -261,7 +263,7 @@ def compress(
     before = None if folder is None else score(str(job.source), folder, device)
     seconds = -time.perf_counter()
     configs = [retrain] if isinstance(retrain, Path) else retrain
-    staged = job.run(None if configs is None else retraining(configs, pruning))
+    staged = job.run(retraining(configs, pruning) if configs else None)
     seconds += time.perf_counter()
     lines = write_graphs(staged, output, with_int8=format == "onnx-int8") if format != "torch" else []
     after = None if folder is None else score(str(staged), folder, device)
@@ -279,7 +281,7 @@ def retraining(configs: list[Path], pruning: PruningOptions) -> Retrain:
     """
     if pruning.prune is None and pruning.layers is None:
         raise OptionError("retrain", str(configs[0]), "has no effect without --prune or --layers", "use fit")
-    contents = [read_config(located(str(path))) for path in configs]
+    contents = [content for path in configs for _, content in read_configs(str(path))]
 
     def train(model: Path, work: Path) -> Path:
         from embeddings.cli.fit import run_trainer

@@ -139,6 +139,8 @@ class TrainerCLI(LightningCLI):
         self.config = parser.parse_args(args)
         if self.config.pop("check", False) and not self.only_checks:
             raise ConfigError("--check: must not be in a config; write fit --check")
+        if self.config.pop("recipe", None) is not None:
+            raise ConfigError("--recipe: must be given once, and not in a config; write fit --recipe NAME")
         self._make_small(args)
         parser.check_functions(self.config)
         if not 0 <= self.config.seed_everything <= MAX_SEED:
@@ -449,6 +451,11 @@ class Changes:
             self.lines.append(f"{name}: {_shown(previous)} -> {_shown(value)}")
             owner[key] = value
 
+    def force(self, key: str, value: Any) -> None:
+        """Set an option that belongs to the replaced model, also if it is on the command line."""
+        self.on_command_line.discard(_plain(key))
+        self.set(key, value)
+
     def lower(self, key: str, limit: int, callback: Any = None) -> None:
         """Lower an integer to at most `limit`; fractions and missing values do not change."""
         previous = (self.run if callback is None else callback.init_args).get(key)
@@ -461,8 +468,8 @@ def limit_data(changes: Changes, num_rows: int) -> None:
     if num_rows < 1:
         raise OptionError("limit_data", num_rows, "must be >= 1", "2000 is enough to test a run")
     data: Any = changes.run.data.init_args
-    sampler = data.get("sampler")
-    if sampler is not None and sampler.class_path.endswith("ClusteredBatchSampler"):
+    samplers = (data.get(f"sampler.{inner}class_path") for inner in ("", "init_args.inner."))
+    if any(str(path).endswith("ClusteredBatchSampler") for path in samplers):
         changes.lines.append("data.sources: all rows, because their clusters contain all rows")
         return
     sources = [*(data.get("sources") or ()), *(data.get("validation_sources") or ())]
@@ -514,7 +521,7 @@ def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -
     for name in kind.backbones:
         if model.get(name) is not None:
             _replace_backbone(changes, name, folder, unknown)
-    changes.set("model.init_args.initial_model", None)
+    changes.force("model.init_args.initial_model", None)
 
 
 def module_class(run: Namespace) -> type[BaseModule]:
@@ -572,10 +579,10 @@ def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | 
     write_stand_in(stand_in, tiny_architecture(original), module_class(changes.run).head_kind(model))
     key = f"model.init_args.{name}"
     # A backbone named on the command line is replaced too: it determines the architecture.
-    changes.on_command_line.discard(f"model.{name}.name")
-    changes.set(f"{key}.name", str(stand_in))
-    for option, value in (("revision", None), ("num_layers", None), ("compile", "auto"), ("quantization", None)):
-        changes.set(f"{key}.{option}", value)
+    changes.force(f"{key}.name", str(stand_in))
+    for option in ("revision", "num_layers", "quantization"):
+        changes.force(f"{key}.{option}", None)
+    changes.set(f"{key}.compile", "auto")
     if model[name].attn_implementation not in (None, "eager", "sdpa"):
         changes.set(f"{key}.attn_implementation", None)
 

@@ -194,8 +194,9 @@ def cluster(
     """
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
-    if features == "bm25" and (model is not None or encoding.vectors is not None):
-        raise OptionError("features", "bm25", "uses neither model nor vectors", "leave them out")
+    if features == "bm25" and (model is not None or negatives or encoding != EncodingOptions()):
+        rule = "uses neither model nor vectors, negatives, prompts, precision and devices"
+        raise OptionError("features", "bm25", rule, "leave them out")
     check_gpu(settings.library)
     config = records.source()
     source = open_cached(config)
@@ -282,7 +283,8 @@ def decontaminator(
     """The decontaminator for the texts of evaluation folders; None without folders."""
     if folders is None:
         rule = "needs evaluation texts to compare with"
-        refuse_given({"bm25_threshold": bm25_threshold}, rule, "give --decontaminate FOLDER")
+        given = {"bm25_threshold": bm25_threshold, "decontaminate_documents": None if documents else False}
+        refuse_given(given, rule, "give --decontaminate FOLDER")
         return None
     roots = folders if isinstance(folders, list) else [folders]
     return Decontaminator(evaluation_texts(roots, documents), bm25_threshold)
@@ -350,7 +352,12 @@ def synthesize(
     if judge is not None and plan.method == "nv_embed":
         raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
     source = None
-    if regenerate_negatives is not None:
+    if regenerate_negatives is None:
+        given = {"columns": columns, "suspect_rows": None if suspect_rows == "leave_out" else suspect_rows}
+        refuse_given(given, "needs --regenerate-negatives")
+    elif plan.method == "nv_embed":
+        raise OptionError("method", plan.method, "has no prompt for negatives", "use mgh to regenerate them")
+    else:
         source = RecordOptions(regenerate_negatives, columns, suspect_rows).source()
     if dry_run:
         print(generate.dry_run(plan, templates) if source is None else generate.regenerate_dry_run(source, templates))

@@ -127,9 +127,11 @@ def unfolded(value: Any) -> Any:
     return nested
 
 
-def read_configs(path: str) -> list[Config]:
+def read_configs(path: str, including: Sequence[str] = ()) -> list[Config]:
     """A config, `unfolded`, after the one that it includes under `config:`, relative to its own folder."""
     path = located(path)
+    if path in including:
+        raise InputError(f"--config {path}", "includes itself", "remove its config: key")
     content = unfolded(read_config(path))
     included = content.pop("config", None)
     if included is None:
@@ -138,9 +140,7 @@ def read_configs(path: str) -> list[Config]:
         raise InputError(f"--config {path}", "config: must be one file", "give more files by --config options")
     is_path = _is_file(path) and _FILE_NAME.fullmatch(included)
     other = os.path.normpath(Path(path).parent / included) if is_path else included
-    if other == path:
-        raise InputError(f"--config {path}", "includes itself", "remove its config: key")
-    return [*read_configs(other), (path, content)]
+    return [*read_configs(other, [*including, path]), (path, content)]
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -297,6 +297,10 @@ class OneLineParser(ArgumentParser):
                 parsed[key] = None
         return parsed
 
+    def _is_path(self, option: str) -> bool:
+        """Whether an option is a path: an empty one, as of an unset variable, would be the working folder."""
+        return "pathlib.Path" in str(getattr(self._option_string_actions.get(option), "_typehint", ""))
+
     def _accepts(self, key: str) -> bool:
         """Whether a dotted key is an option, a group of options, or inside an option's value."""
         # An option whose value is a class has a second action, `.help`.
@@ -333,6 +337,9 @@ class OneLineParser(ArgumentParser):
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 name = spelled.get(name.replace("_", "-"), name)
+            option = words[-1] if not word and words else name
+            if not value and (equals or not word) and self._is_path(option):
+                raise ConfigError(f"{option}: must not be empty; name a file or folder, or leave it out")
             if value in ("true", "false") and name in flags:
                 words.append(name if value == "true" else f"--no-{name[2:]}")
             else:

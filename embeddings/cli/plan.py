@@ -259,16 +259,16 @@ def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | No
     """The optimiser steps of the run and their origin; None and a hint if they depend on unknown data."""
     data, trainer = run.data.init_args, run.trainer
     step_pairs = data.batch_size * setting.num_ranks * setting.accumulated
-    if trainer.max_steps > 0:
-        return trainer.max_steps, "trainer.max_steps"
     rows = [source.max_rows for source in data.get("sources") or ()]
     if pairs is None and rows and all(rows):
         pairs = sum(rows)
-    if pairs is None or not trainer.max_epochs or trainer.max_epochs < 0:
+    limits = [(trainer.max_steps, "trainer.max_steps")] if trainer.max_steps > 0 else []
+    if pairs is not None and (trainer.max_epochs or 0) > 0:
+        pairs //= int(data.get("row_length") or 1)
+        limits.append((trainer.max_epochs * (pairs // step_pairs), f"{trainer.max_epochs} x {pairs:,} pairs"))
+    if not limits:
         return None, "give --pairs, the training pairs per epoch" if pairs is None else "the run has no end"
-    if data.get("row_length"):
-        pairs = pairs // int(data.row_length)
-    return trainer.max_epochs * (pairs // step_pairs), f"{trainer.max_epochs} x {pairs:,} pairs"
+    return min(limits)
 
 
 def lines(

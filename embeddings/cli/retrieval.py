@@ -232,8 +232,10 @@ def search(
     """
     if query is None and not interactive and not sys.stdin.isatty():
         raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
-    if query is not None and not query.strip():
-        raise OptionError("query", query, "must not be empty", "write what to search for")
+    if query is not None:
+        refuse_given({"interactive": interactive or None}, "has no effect with a query")
+        if not query.strip():
+            raise OptionError("query", query, "must not be empty", "write what to search for")
     require_top_k(top_k)
     if rescore_multiplier is not None:
         require_multiplier(rescore_multiplier)
@@ -321,7 +323,10 @@ def index(
         if model is not None and data is not None:
             precision = check_manifest(folder.path, {})["precision"]
             retrieval, words = _same_documents(folder, data), BM25(folder.texts(), tokenizer(language))
-            tuned = tune_search(CorpusSearch(load_encoder(model, precision), vectors), words, retrieval)
+            encoder = load_encoder(model, precision)
+            if folder.embedding_dim < encoder.embedding_dim:
+                encoder.dimensions = folder.embedding_dim
+            tuned = tune_search(CorpusSearch(encoder, vectors), words, retrieval)
             weight = tuned.rule.weight
             print(tuned)
         words = index_words(folder, language, weight, words)

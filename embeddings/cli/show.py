@@ -6,6 +6,7 @@ from typing import Literal
 
 from embeddings import figures
 from embeddings.common import InputError, OptionError
+from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table, one_line
 from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
@@ -166,6 +167,8 @@ def routing(
         got = "neither" if model is None else "both"
         raise OptionError("model", got, "or runs must be given", "give exactly one: --model DIR TEXT, or --runs RUN")
     if runs is not None:
+        given = {"TEXT": texts or None, "input": input, "prompt_name": prompt_name}
+        refuse_given(given, "has no effect with --runs")
         picture = output or Path("routing.png")
         figures.check_output(picture)
         figures.draw_routing_curves(_runs(runs), picture)

@@ -11,7 +11,6 @@ import random
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
+
+import numpy as np
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, expand_recipe, located, read_configs, read_yaml
@@ -361,8 +362,12 @@ def forwarding() -> Iterator[Children]:
 def collect(plan: Sweep, path: Path) -> None:
     """Print the results of the finished runs, from best to worst, and write them as CSV."""
     metric, sign = plan.file.metric, 1 if plan.file.metric.mode == "min" else -1
+
+    def place(value: float | None) -> float:
+        return math.inf if value is None or math.isnan(value) else sign * value
+
     runs = [(run, run.result(metric) if run.status == "done" else None) for run in plan.runs()]
-    runs.sort(key=lambda pair: math.inf if pair[1] is None else sign * pair[1].value)
+    runs.sort(key=lambda pair: place(None if pair[1] is None else pair[1].value))
     num_done = sum(result is not None for _, result in runs)
     if not num_done:
         raise InputError(str(plan.path), f"none of its {plan.num_points} runs is done", "run the sweep first")
@@ -377,10 +382,10 @@ def collect(plan: Sweep, path: Path) -> None:
     _print_table(rows)
     if SEED_KEY in plan.names and others:
         means: list[list[Any]] = [
-            [*labels, statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None, len(values)]
+            [*labels, float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None, len(values)]
             for labels, values in groups.items()
         ]
-        means.sort(key=lambda row: sign * row[-3])
+        means.sort(key=lambda row: place(row[-3]))
         _print_table([[*(plan.names[key] for key in others), "mean", "standard deviation", "seeds"], *means])
     print(f"{num_done} of {plan.num_points} done, by {metric.column} ({metric.value})")
     require_own_output(path, ",".join(RESULT_COLUMNS))
@@ -439,6 +444,8 @@ def _read(path: Path) -> SweepFile:
         raise InputError(str(path), "needs either recipe or configs", "give a recipe, or a list of config files")
     if (file.method == "grid") != (file.num_runs is None):
         raise InputError(f"{path}: num_runs", "is for method random or tpe, which need it", "change one of the two")
+    if file.num_runs is not None and file.num_runs < 1:
+        raise InputError(f"{path}: num_runs", f"must be >= 1, got {file.num_runs}", "leave it out for a grid")
     for key, source in parameters.items():
         is_range = isinstance(source, dict) and file.method != "grid"
         if not is_range and (not isinstance(source, list) or not source):

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -79,11 +80,12 @@ class Trainer(L.Trainer):
             standard = [callback for callback in standard if not isinstance(callback, ModelCheckpoint)]
         self.given_options: dict[str, Any] = {**base, **options}
         used = {**self.given_options, "accelerator": known_accelerator(options.get("accelerator", AUTO))}
-        # Each run leaves a record, except a trial of a few batches.
-        record = [] if options.get("fast_dev_run") else [ScriptRecord()]
+        # Each run leaves a record, except a trial of a few batches; `choose_folder` sets its config.
+        record = RunRecord(LightningArgumentParser(), {}, ["python", *sys.argv])
+        records = [] if options.get("fast_dev_run") else [record]
         chosen = [*standard, *added]
         with quiet_libraries():
-            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *record], **used)
+            super().__init__(callbacks=[*chosen, Preemption(), GPUTraining(), *records], **used)
         self.given_options["callbacks"] = chosen
         set_up_trainer(self, chosen)
         set_up_ranks(self)
@@ -133,13 +135,6 @@ class Trainer(L.Trainer):
             # The optimiser may be made by a function, which has no config; the optimiser has one.
             config["model"]["init_args"]["optimizer"] = model.optimizer_config()
         return config
-
-
-class ScriptRecord(RunRecord):
-    """The record of a run in a script; `plain_config` is set from the arguments of its parts."""
-
-    def __init__(self) -> None:
-        super().__init__(LightningArgumentParser(), {}, ["python", *sys.argv])
 
 
 def known_accelerator(accelerator: Any) -> Any:
@@ -220,7 +215,7 @@ def _kind(callback: L.Callback) -> tuple[type, object]:
 
 def check_checkpoint(path: str | None) -> None:
     """Check the value of `--ckpt_path` before anything is built; a `ConfigError` if it cannot be resumed from."""
-    if path is None or path == AUTO or ":" in path:
+    if path is None or path == AUTO or "://" in path:
         return
     if path in ("best", "last", "hpc"):
         raise ConfigError(
@@ -264,11 +259,16 @@ def find_latest_checkpoint(
     """
     # The same normalisation as Lightning's, which compares the folder as text.
     root = os.path.normpath(os.path.expanduser(folder or "."))
-    checkpoints = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
-    others, chosen = list[str](), None
-    for path in sorted(checkpoints, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    others, chosen, modified = list[str](), None, dict[Path, int]()
+    for path in Path(root).rglob("*.ckpt"):
+        with suppress(FileNotFoundError):
+            modified[path] = path.stat().st_mtime_ns
+    for path in sorted(modified, key=lambda path: modified[path], reverse=True):
         try:
             difference = check_resumable(path, run, global_batch_size)
+        except FileNotFoundError:
+            # Another run has removed it meanwhile.
+            continue
         except InputError as error:
             print_to_stderr(f"left out: {error}")
             continue

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from embeddings.common import PaddedTokens
+from embeddings.common import PaddedTokens, TextSettings
 from embeddings.models import ContextualEmbedder, Embedder
 from embeddings.models.bidirectional import layers
 from embeddings.models.moe.experts import Experts, ExpertWeights, sorted_experts
@@ -386,6 +386,7 @@ def trace_embedder(
     embedder: Embedder, num_queries: int, num_candidates: int, query_tokens: int, document_tokens: int, half: bool
 ) -> list[Texts]:
     """The groups of texts of a contrastive batch on one rank, traced inside `without_data`."""
+    embedder.check_lengths(TextSettings(query_max_length=query_tokens, document_max_length=document_tokens))
     groups, context, extra = [], None, 0
     if isinstance(embedder, ContextualEmbedder):
         num_context, extra = min(embedder.num_context, num_candidates), embedder.num_extra_tokens

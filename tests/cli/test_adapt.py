@@ -128,12 +128,13 @@ def test_a_file_with_judgements_is_never_written_again(tmp_path):
     assert adapt.label_path(tmp_path) == tmp_path / "label_me-3.jsonl"
 
 
-def test_other_queries_need_a_new_folder(documents, model, capsys, monkeypatch, tmp_path):
+def test_other_queries_or_columns_need_a_new_folder(documents, model, capsys, monkeypatch, tmp_path):
     write_rows(Path("log.jsonl"), [{"query": "what", "file": documents[0]["document"]}])
     monkeypatch.setattr(adapt, "run_step", lambda argv: None)
     assert run(model) == 0
     before = Path("mine/manifest.json").read_bytes()
-    assert_refused(capsys, tmp_path, "queries", run, model, "--queries", "log.jsonl")
+    for options in (["--queries", "log.jsonl"], ["--columns", "{text: body}"]):
+        assert_refused(capsys, tmp_path, f"field '{options[0][2:]}' is None, expected", run, model, *options)
     assert Path("mine/manifest.json").read_bytes() == before
 
 

@@ -169,13 +169,15 @@ def test_a_student_of_some_layers_is_a_model_directory(compress, model, tmp_path
 
 
 def test_a_pruned_model_is_retrained_again_only_with_another_config(tmp_path, model):
-    """Retrained models in the working folder are found by the hash of their configs."""
+    """Retrained models in the working folder are found by the hash of their configs, with those that they include."""
     pruning = PruningOptions("magnitude", "2:4")
     (tmp_path / "one").mkdir()
     config = Path(retrain_config(tmp_path / "one", model))
-    first = retraining([config], pruning)(model, tmp_path / "work")
+    over = config.with_name("over.yaml")
+    over.write_text("config: config.yaml\nseed_everything: 1\n")
+    first = retraining([over], pruning)(model, tmp_path / "work")
     written = (first / "model.safetensors").stat().st_mtime_ns
-    assert retraining([config], pruning)(model, tmp_path / "work") == first
+    assert retraining([over], pruning)(model, tmp_path / "work") == first
     assert (first / "model.safetensors").stat().st_mtime_ns == written
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.02"))
-    assert retraining([config], pruning)(model, tmp_path / "work") != first
+    assert retraining([over], pruning)(model, tmp_path / "work") != first

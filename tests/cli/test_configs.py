@@ -103,7 +103,9 @@ def test_a_config_overrides_the_one_that_it_includes(tmp_path):
         run_trainer(["fit", "--config", over], CheckingCLI)
     config = stop.value.args[1]
     assert (config.trainer.max_steps, config.trainer.accelerator) == (77, "cpu")
-    for wrong, says in (("[b.yaml]", "config: must be one file; give more files"), ("a.yaml", "includes itself")):
+    (tmp_path / "b.yaml").write_text("config: a.yaml")
+    itself, several = "a.yaml: includes itself", "config: must be one file; give more files"
+    for wrong, says in (("[b.yaml]", several), ("a.yaml", itself), ("b.yaml", itself)):
         (tmp_path / "a.yaml").write_text(f"config: {wrong}")
         refused(InputError, says, read_configs, "a.yaml")
 

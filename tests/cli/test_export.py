@@ -246,4 +246,6 @@ def test_a_conversion_error_is_reported_in_one_line_and_nothing_is_written(
     nowhere = "nowhere/at/all: is not a directory; give a model directory or a Hub id"
     for source, says in (("headless", head), ("nowhere/at/all", nowhere)):
         assert_refused(capsys, tmp_path, says, convert, source, Path("rotary"))
+    says = "num_positions must be >= 1, got 0"
+    assert_refused(capsys, tmp_path, says, convert, "headless", Path("rotary"), "--no-keep-head", "--num-positions=0")
     assert convert("headless", Path("rotary"), "--no-keep-head") == 0

@@ -4,6 +4,7 @@ import logging
 import shlex
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_arguments_are_checked_without_a_run(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     check_arguments(line)
     wrongs = {"--trainer.max_steps=x": "expected int", "--ckpt_path=no.ckpt": "no such file"}
-    wrongs |= {"--ckpt_path=best": "is not a file; use auto"}
+    wrongs |= {"--ckpt_path=best": "is not a file; use auto", "--ckpt_path=12:53/no.ckpt": "no such file"}
     for wrong, says in wrongs.items():
         refused(ConfigError, says, check_arguments, [*line, wrong])
     assert sorted(tmp_path.rglob("*")) == before
@@ -188,12 +189,32 @@ def test_each_option_reports_its_changes_line_by_line(tmp_path: Path, capsys: py
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_clustered_batches_read_all_rows_also_inside_a_curriculum(tmp_path: Path, capsys: Any) -> None:
+    clustered = component("embeddings.data.ClusteredBatchSampler", clusters="clusters")
+    for sampler in (clustered, component("embeddings.data.CurriculumBatchSampler", inner=clustered)):
+        config = write_config(tmp_path, run_config(tmp_path, sampler=sampler))
+        capsys.readouterr()
+        check_arguments(["fit", "--config", config, "--limit-data", "9"])
+        says = "changed data.sources: all rows, because their clusters contain all rows\n"
+        assert capsys.readouterr().err == says
+
+
 def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--trainer.max_steps=7", "--data.batch_size", "5", "--model.backbone.name", str(tmp_path / "backbone"))
     code, (change,) = small(tmp_path, capsys, "--stand-in=tiny", "--check", *words)
     assert code == 0
     # The stand-in has the architecture of the model on the command line.
     assert change.startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
+
+
+def test_a_stand_in_replaces_the_weights_that_the_command_line_names(model, tmp_path, capsys) -> None:
+    config = run_config(tmp_path)
+    config["model"]["init_args"]["pooling"] = component("embeddings.models.MeanPooling")
+    words = ["--stand-in=tiny", "--check", "--model.initial_model", model, "--model.backbone.num_layers=1"]
+    assert main(["fit", "--config", write_config(tmp_path, config), *words]) == 0
+    says = capsys.readouterr().err
+    assert "changed model.backbone.num_layers: 1 -> None\n" in says
+    assert f"changed model.initial_model: {model} -> None\n" in says
 
 
 @pytest.mark.parametrize(
@@ -206,7 +227,12 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_a_cpu_that_emulates_bfloat16_trains_in_float32_unless_the_command_line_says_otherwise(
-    precision: str, has_bfloat16: bool, on_command_line: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    has_bfloat16: bool,
+    on_command_line: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: has_bfloat16)
     config = run_config(tmp_path, "mistral")
@@ -223,21 +249,8 @@ def test_a_cpu_that_emulates_bfloat16_trains_in_float32_unless_the_command_line_
     changes = precision == "bf16-mixed" and not has_bfloat16 and not on_command_line
     dtypes = {torch.float32} if changes else {torch.float32, torch.bfloat16}
     assert chosen == [("32-true" if changes else precision, dtypes)]
-
-
-def test_the_check_of_a_run_says_that_it_would_train_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: False)
-    code, changes = small(
-        tmp_path,
-        capsys,
-        "--check",
-        "--config",
-        write_config(tmp_path, {"trainer": {"precision": "bf16-mixed"}}, "half.yaml"),
-    )
-    assert (code, len(changes)) == (0, 1)
-    assert changes[0].startswith("trainer.precision: bf16-mixed -> 32-true, as this CPU has no products in bfloat16")
+    says = "changed trainer.precision: bf16-mixed -> 32-true, as this CPU has no products in bfloat16"
+    assert (says in capsys.readouterr().err) is changes
 
 
 @pytest.mark.parametrize(

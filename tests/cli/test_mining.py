@@ -162,8 +162,16 @@ def test_pairs_are_clustered_and_the_same_command_again_changes_nothing(features
 
 def test_options_that_exclude_each_other_are_refused(source, tmp_path, capsys):
     line = ["cluster", "--input", str(source), "--output", str(tmp_path / "clusters"), "--features", "bm25"]
-    line += ["--cluster_size", "4", "--num_clusters", "4"]
-    assert_refused(capsys, tmp_path, "replaces cluster_size", main, line)
+    assert_refused(capsys, tmp_path, "replaces cluster_size", main, [*line, "--cluster_size=4", "--num_clusters=4"])
+    for option in ("--negatives", "--query-prompt=query: ", "--precision=bfloat16"):
+        says = "features uses neither model nor vectors, negatives, prompts, precision and devices, got 'bm25'"
+        assert_refused(capsys, tmp_path, says, main, [*line, option])
+    line = ["filter", "--input", str(source), "--output", "kept.parquet", "--no-decontaminate-documents"]
+    assert_refused(capsys, tmp_path, "decontaminate_documents needs evaluation texts", main, line)
+    # As of an unset variable, which would be the working folder.
+    for words in (["--output="], ["--vectors", ""], ["--document_vectors="]):
+        says = f"{words[0].strip('=').replace('_', '-')}: must not be empty; name a file or folder"
+        assert_refused(capsys, tmp_path, says, main, [*line[:-1], *words])
 
 
 def test_damaged_vectors_leave_no_output_and_the_same_command_works_once_they_are_repaired(

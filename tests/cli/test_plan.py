@@ -78,6 +78,7 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     assert more["arithmetic of a step, seconds"].endswith("at 0.4 of 312 TFLOP/s")
     by_epochs = [*config, "--trainer.max_steps=-1", "--trainer.max_epochs=3"]
     assert planned(capsys, *by_epochs, "--pairs=100")["steps"] == "36 (3 x 100 pairs)"
+    assert planned(capsys, *config, "--trainer.max_epochs=3", "--pairs=8")["steps"] == "3 (3 x 8 pairs)"
     unknown = planned(capsys, *by_epochs)
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
@@ -214,6 +215,7 @@ def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.Ca
     [
         (("--gpus", "0"), "gpus must be > 0, got 0"),
         (("--peak-share", "1.5"), "peak_share must be <= 1, got 1.5"),
+        (("--query-tokens", "1000"), "data.text.query_max_length must be <= 128"),
         (("--model-config", __file__), f"{__file__}: is not a model config; give the backbone's config.json"),
         (("--recipe", "nothing"), "there is no recipe"),
     ],
@@ -289,8 +291,9 @@ def test_a_run_on_two_nodes_is_described_on_a_machine_without_a_gpu(strategy, ch
         (GPUS, {}, "", "the 64 training rows (batch_size x 16 ranks), got 8"),
         ({}, {}, '{"query": "alone"}\n', "pairs.jsonl:65: field 'positive'"),
         ({}, {"check": True}, "", "--check: must not be in a config"),
+        ({}, {"recipe": "quickstart"}, "", "--recipe: must be given once, and not in a config"),
     ],
-    ids=["global batch", "bad row", "in a config"],
+    ids=["global batch", "bad row", "check in a config", "recipe in a config"],
 )
 def test_the_check_refuses_what_the_run_would_refuse(trainer, more, row, says, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

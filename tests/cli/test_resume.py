@@ -16,6 +16,7 @@ from embeddings import data, losses, models, modules
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.trainer import _FREE, check_resumable, find_latest_checkpoint, first_difference, pin_checkpoint_dir
 from embeddings.common import InputError, OptionError
+from embeddings.common.checkpoint_file import peek_checkpoint
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.refusals import refused
 from tests.helpers.runs import run_config, write_config, write_pairs
@@ -58,6 +59,17 @@ def test_an_unusable_checkpoint_is_skipped_with_a_line(tmp_path, capsys, monkeyp
     assert capsys.readouterr().err == ""
     os.unlink(oldest)
     assert find_latest_checkpoint(tmp_path) is None
+
+
+def test_a_checkpoint_that_another_run_removes_meanwhile_is_skipped(tmp_path, monkeypatch):
+    oldest, newest = (save(RESUMABLE, tmp_path / f"step={step}.ckpt", step) for step in (1, 2))
+
+    def peek(path):
+        Path(newest).unlink(missing_ok=True)
+        return peek_checkpoint(path)
+
+    monkeypatch.setattr("embeddings.cli.trainer.peek_checkpoint", peek)
+    assert find_latest_checkpoint(tmp_path) == oldest
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

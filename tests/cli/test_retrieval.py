@@ -136,6 +136,8 @@ def test_a_model_encodes_and_searches_at_fewer_dimensions(model, tmp_path, capsy
     assert found[0] == found[1]
     line = ["search", "--model", model, "--corpus", vectors, "fox"]
     assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
+    tune = ["--hybrid", "--hybrid-weight", "tune", "--model", model, "--data", str(tmp_path / "eval")]
+    assert main(["index", "--vectors", vectors, *tune]) == 0
 
 
 def test_scores_contain_their_widths_and_untrained_widths_are_warned_of(model, tmp_path, caplog):
@@ -220,27 +222,41 @@ def test_scores_are_printed_and_written_and_each_folder_gives_its_context(contex
     assert f"{scores[0]['metrics']['ndcg_at_10']:.4f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context", "good.jsonl", "x"], "is not contextual"),
-        (
-            ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--context-size", "2", "x"],
-            "needs a corpus to draw",
-        ),
-        (["search", "--model", "no_model_here", "--corpus", "good.jsonl", "--top_k", "0", "words"], "top_k must be"),
-        (["evaluate", "--model", "no_model_here", "--data", "nowhere", "--output", "."], "--output .: is a directory"),
-        ([*ENCODE, "--vector-format", "binary", "--dimensions", "20"], "a multiple of 8, these have 20, got 'binary'"),
-        (
-            ["search", "--model", "MODEL", "--corpus", "good.jsonl", "--index", "ivf", "x"],
-            "index needs an encoded folder",
-        ),
-        ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
-    ],
-)
-def test_bad_input_is_reported_in_one_line_with_exit_code_2(argv, says, model, tmp_path, capsys):
+# Most mistakes are reported before the model is loaded.
+SEARCH = ["search", "--model", "no_model_here", "--corpus", "good.jsonl", "x"]
+EVALUATE = ["evaluate", "--model", "no_model_here", "--output", "out"]
+MISTAKES = [
+    ([*SEARCH, "--model", "MODEL", "--context", "good.jsonl"], "is not contextual"),
+    ([*SEARCH, "--model", "MODEL", "--context-size", "2"], "needs a corpus to draw"),
+    ([*SEARCH, "--top_k", "0"], "top_k must be"),
+    ([*SEARCH, "--interactive"], "interactive has no effect with a query"),
+    ([*SEARCH, "--index", "ivf"], "index needs an encoded folder"),
+    ([*SEARCH, "--hybrid", "--hybrid-weight", "1.5"], "hybrid_weight must be from 0 to 1, got 1.5"),
+    ([*SEARCH, "--hybrid-weight", "0.5"], "hybrid_weight needs --hybrid, got 0.5"),
+    ([*SEARCH, "--hybrid", "--language", "klingon"], "language must be a language that PyStemmer stems"),
+    ([*ENCODE, "--vector-format", "binary", "--dimensions", "20"], "a multiple of 8, these have 20, got 'binary'"),
+    ([*ENCODE, "--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
+    (EVALUATE, "data or tasks must be given, got 'neither'"),
+    ([*EVALUATE, "--data", "sets", "--tasks", "SciFact"], "data or tasks must be given, got 'both'"),
+    ([*EVALUATE, "--data", "sets", "--num-tasks", "2"], "num_tasks has no effect without --tasks"),
+    ([*EVALUATE, "--data", "sets", "--instructions", "mgh"], "instructions has no effect without --tasks"),
+    ([*EVALUATE, "--data", "nowhere", "--output", "."], "--output .: is a directory"),
+    ([*EVALUATE, "--tasks", "SciFact", "--output", "good.jsonl"], "is a file; give a folder"),
+    ([*EVALUATE, "--tasks", "SciFact", "--output", "null"], "output must be the folder for the tasks' results"),
+    ([*EVALUATE, "--tasks", "SciFact", "--hybrid"], "hybrid needs the folders of --data"),
+    ([*EVALUATE, "--data", "sets", "--hybrid", "--fusion", "rrf", "--hybrid-weight", "0"], "hybrid_weight has no"),
+    ([*EVALUATE, "--model", "MODEL", "--data", "similarity", "--hybrid"], "has sts data, not retrieval data"),
+    (["index", "--vectors", "none", "--language", "german"], "language needs --hybrid"),
+    (["index", "--vectors", "none", "--hybrid", "--seed", "1"], "seed has no effect on a BM25 index"),
+]
+
+
+@pytest.mark.parametrize(("argv", "says"), MISTAKES, ids=[" ".join(argv) for argv, _ in MISTAKES])
+def test_a_mistake_is_reported_in_one_line_with_exit_code_2(argv, says, model, tmp_path, capfd):
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
-    assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
+    (tmp_path / "sets").mkdir()
+    write_similarity(tmp_path / "similarity")
+    assert_refused(capfd, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
 
 
 @pytest.fixture(scope="module")
@@ -270,23 +286,6 @@ def test_tasks_are_scored_shared_and_resumed(model, sets, tmp_path, capsys, monk
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded again"))
     assert main(line(model, tmp_path / "out", *tasks)) == 0
     assert capsys.readouterr().out.splitlines() == table
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ([], "data or tasks must be given, got 'neither'"),
-        (["--data", "sets", "--tasks", "SciFact"], "data or tasks must be given, got 'both'"),
-        (["--data", "sets", "--num-tasks", "2"], "num_tasks has no effect without --tasks"),
-        (["--data", "sets", "--instructions", "mgh"], "instructions has no effect without --tasks"),
-        (["--tasks", "SciFact", "--output", "file"], "is a file; give a folder"),
-        (["--tasks", "SciFact", "--output", "null"], "output must be the folder for the tasks' results"),
-    ],
-)
-def test_a_mistake_is_reported_in_one_line_with_exit_code_2(options, says, model, tmp_path, capfd):
-    (tmp_path / "sets").mkdir()
-    (tmp_path / "file").touch()
-    assert_refused(capfd, tmp_path, says, main, line(model, "out", *options))
 
 
 def test_hybrid_search_is_the_same_for_a_file_a_folder_and_python(model, tmp_path, capsys):
@@ -338,29 +337,6 @@ def test_evaluate_prints_and_writes_three_scores_and_the_interval(model, tmp_pat
     shown = [f"{scores['ndcg_at_10']:.4f}" for scores in (hybrid["bm25"], row["metrics"], hybrid["metrics"])]
     assert table[1].split()[:4] == ["eval", *shown]
     assert table[2].startswith("ndcg_at_10; fusion zscore, weight 0.3 of BM25, language none; ")
-
-
-HYBRID_SEARCH = ["search", "--model", "no_model_here", "--corpus", "good.jsonl", "x"]
-HYBRID_EVALUATE = ["evaluate", "--model", "no_model_here", "--hybrid"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ([*HYBRID_SEARCH, "--hybrid", "--hybrid-weight", "1.5"], "hybrid_weight must be from 0 to 1, got 1.5"),
-        ([*HYBRID_SEARCH, "--hybrid-weight", "0.5"], "hybrid_weight needs --hybrid, got 0.5"),
-        ([*HYBRID_SEARCH, "--hybrid", "--language", "klingon"], "language must be a language that PyStemmer stems"),
-        ([*HYBRID_EVALUATE, "--tasks", "SciFact", "--output", "out"], "hybrid needs the folders of --data"),
-        ([*HYBRID_EVALUATE, "--data", "good.jsonl", "--fusion", "rrf", "--hybrid-weight", "0"], "hybrid_weight has no"),
-        (["evaluate", "--model", "MODEL", "--hybrid", "--data", "similarity"], "has sts data, not retrieval data"),
-        (["index", "--vectors", "none", "--language", "german"], "language needs --hybrid"),
-        (["index", "--vectors", "none", "--hybrid", "--seed", "1"], "seed has no effect on a BM25 index"),
-    ],
-)
-def test_an_impossible_hybrid_search_is_reported_in_one_line(argv, says, model, tmp_path, capsys):
-    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
-    write_similarity(tmp_path / "similarity")
-    assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
 
 
 def test_an_index_stores_the_weight_of_its_searches(world, capsys):

@@ -235,6 +235,7 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
         ("latent-attention --model latent TEXT --num-latents 0", "num_latents must be >= 1"),
         ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
         ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
+        ("routing --runs run TEXT", "TEXT has no effect with --runs"),
         ("routing --model sparse", "TEXT or input must be given, got 'neither'; give texts, or --input FILE"),
         ("routing --model sparse --input a.jsonl TEXT", "TEXT or input must be given, got 'both'"),
         ("contextual-shift --model contextual --corpus alike.jsonl", "corpus must have two different documents"),

@@ -138,6 +138,7 @@ UNPARSED = [
     ({"parameters": {}}, "parameters: must map config keys"),
     ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
     ({"parameters": ONE, "num_runs": 3}, "num_runs: is for method random or tpe, which need it"),
+    ({**RANDOM, "num_runs": 0, "parameters": ONE}, "num_runs: must be >= 1, got 0"),
 ]
 for _source in ("{low: 3, high: 2}", "{low: '0', high: 2}", "{low: 0, hihg: 2}"):
     UNPARSED.append(({**RANDOM, "parameters": {"a": yaml.safe_load(_source)}}, r"parameters\.a: is not a range of "))
@@ -270,6 +271,16 @@ def test_results_are_a_table_from_best_to_worst_the_means_over_seeds_and_a_csv_f
     other = sweep_file({"a": [2, 1], "seed_everything": [0, 2]}, metric={"column": "val/x"})
     assert main(["sweep", other, "--results", "mine.csv"]) == 2
     assert "has not logged 'val/x'; it must be one of train/loss" in capsys.readouterr().err
+
+
+def test_runs_without_a_finite_value_are_the_last_results(sweep_file, faked, capsys):
+    file = sweep_file({"a": [math.nan, 2, 1], "seed_everything": [0, 1]})
+    assert main(["sweep", file]) == 0
+    capsys.readouterr()
+    assert main(["sweep", file, "--results", "true"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[1:7]] == ["4", "5", "2", "3", "0", "1"]
+    assert [line[:2] for line in lines[9:12]] == [["1", "1.05"], ["2", "2.05"], ["NaN", "nan"]]
 
 
 def test_a_search_trains_each_point_once_and_uses_the_results(sweep_file, faked, capsys):

@@ -86,17 +86,6 @@ def test_a_refusing_server_ends_with_code_2_and_nothing_is_written(work, capsys)
     assert list(work.iterdir()) == []
 
 
-def test_a_model_whose_answers_are_unusable_ends_the_job_with_code_2(work, capsys):
-    tasks = [{"category": name, "task": "Some task."} for name in ("short_long", "long_short", "short_short")]
-    (work / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    with chat_server(lambda prompt, seed, count: Reply("I'm sorry, but I cannot.")) as server:
-        assert run(server.endpoint, "--method", "nv_embed", "--num-examples", "60", "--tasks", "tasks.jsonl") == 2
-        assert len(server.requests) < 30
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert 'm: 20 of the last 20 answers are unusable, such as not json: "I\'m sorry, but I cannot." and not' in error
-    assert (work / "out" / "journal.jsonl").exists()
-
-
 def test_a_judge_reports_the_similarity_of_levels_and_is_loaded_before_any_request(work, model, capsys):
     with chat_server() as server:
         assert run(server.endpoint, "--judge", "nowhere") == 2
@@ -148,6 +137,9 @@ def test_the_end_of_a_budget_says_what_is_missing(work, capsys):
 
 BAD = [
     (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
+    (["--columns", "{query: question}"], "columns needs --regenerate-negatives"),
+    (["--suspect-rows", "keep"], "suspect_rows needs --regenerate-negatives"),
+    (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no prompt for negatives"),
     (["--max-attempts", "0"], "max_attempts must be > 0"),
     (["--regenerate-negatives", "bad.jsonl"], "bad.jsonl:1"),
     (["--output", "bad.jsonl"], "bad.jsonl: already exists and has no manifest"),

@@ -17,7 +17,7 @@ from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.cli.parser import CONFIGS
-from embeddings.cli.trainer import known_accelerator, mixed_precision
+from embeddings.cli.trainer import mixed_precision
 from embeddings.common import TextSettings
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import LatentAttentionPooling
@@ -53,12 +53,6 @@ def trainer(folder: Path, steps: int, *callbacks: L.Callback, **options: Any) ->
     usual = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
     usual |= {"max_steps": steps, "log_every_n_steps": 1, "default_root_dir": str(folder / "runs")}
     return emb.Trainer([kept, *callbacks], **{**usual, **options})
-
-
-def test_auto_is_a_cuda_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_cuda, expected in ((False, ["cpu", "gpu"]), (True, ["auto", "gpu"])):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
-        assert list(map(known_accelerator, ("auto", "gpu"))) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Plans against real steps of small models: operations and memory within 10%."""
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from embeddings.common import ContrastiveBatch
 from embeddings.common.types import take_texts
@@ -37,6 +34,7 @@ from embeddings.training.plan import (
     without_data,
 )
 from tests.helpers.contrastive import Record, batch_of
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.runs import backbone_folder
 from tests.modules.moe_modules import dense_folder
 
@@ -206,30 +204,6 @@ def test_a_plan_is_within_10_percent_of_the_step(name: str, setting: str, tmp_pa
         assert plan.memory[part] == pytest.approx(measured, rel=0.1)
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations have created and that still exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs | self._known:
-                storage = leaf.untyped_storage()
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 @pytest.mark.parametrize(
     "name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cde", "lora", "moe"))]
 )
@@ -244,7 +218,10 @@ def test_checkpointed_layers_keep_only_their_inputs_and_are_recomputed(name: str
             step(module, setting)
         operations.append(counter.get_total_flops())
         module.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=setting.half_products, cache_enabled=False), Live() as live:
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=setting.half_products, cache_enabled=False),
+            LiveBytes("cpu") as live,
+        ):
             output = plain_step(module, batch_for(module))
         kept.append(live.now)
         del output
