@@ -40,7 +40,7 @@ from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
 # Increase it whenever the same passages produce different queries, so that an older output is not reused.
-RECIPE = 3
+RECIPE = 4
 # Training pairs: with the queries that documents offer, and with those that a language model wrote.
 PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
