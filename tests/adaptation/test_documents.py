@@ -175,6 +175,13 @@ def test_columns_of_a_csv_are_named(tmp_path):
     assert "found: nr, question, answer; name it with --columns" in left_out.detail
 
 
+def test_a_row_of_json_without_the_field_is_a_row_without_text(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"_id": "a"}, {"_id": "b", "text": "one"}, {"_id": "c"}, {"text": "two"}])
+    *found, left_out = read(tmp_path / "rows.jsonl")
+    assert [each.document.text for each in found] == ["one", "two"]
+    assert left_out == LeftOut("rows.jsonl", "rows without text", "2 of 4 rows")
+
+
 def test_a_damaged_row_ends_a_table_but_not_what_was_read(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"text {row}"} for row in range(3)])
     with open(tmp_path / "rows.jsonl", "a") as file:
