@@ -30,6 +30,7 @@ from embeddings.adaptation.markup import (
     read_python,
     read_text,
     word_set,
+    writable,
 )
 from embeddings.adaptation.restructured import read_rst
 from embeddings.common.errors import InputError, MissingExtraError, require
@@ -215,9 +216,7 @@ def decode(data: bytes) -> str:
     text = _decoded(data)
     if len(_CONTROL.findall(text, 0, _PROBE_BYTES)) > 0.02 * min(len(text), _PROBE_BYTES):
         raise _Unreadable("binary")
-    # A lone surrogate cannot be written, and NUL ends texts in other programs.
-    text = text.encode("utf-8", "replace").decode().replace("\0", "")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return writable(text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _decoded(data: bytes) -> str:
@@ -311,7 +310,7 @@ def _cell(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     text = value if isinstance(value, str) else ""
-    return text.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\0", "")
+    return writable(text).replace("\r\n", "\n")
 
 
 def _read_notebook(text: str) -> Document:
@@ -329,7 +328,7 @@ def _read_pdf(data: bytes) -> Document:
     reader = require("pypdf", EXTRA).PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         raise _Unreadable("encrypted")
-    pages = [[line.strip() for line in page.extract_text().split("\n")] for page in reader.pages]
+    pages = [[line.strip() for line in writable(page.extract_text()).split("\n")] for page in reader.pages]
     pages = [[line for line in page if line] for page in pages]
     repeated = Counter(edge for page in pages for edge in {_without_digits(line) for line in (*page[:2], *page[-2:])})
     least = max(3, len(pages) / 2)

@@ -74,6 +74,11 @@ class Builder:
         return Document("\n\n".join(self._parts), self._blocks)
 
 
+def writable(text: str) -> str:
+    """The text without NUL, which ends texts in other programs, and without halves of a character, as UTF-16 has."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "")
+
+
 def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -100,7 +105,7 @@ def read_markdown(text: str) -> Document:
             fields = {} if _KEY.match(front[1]) else None
         # Else the text is between two horizontal rules.
         if isinstance(fields, dict):
-            text, title = text[front.end() :], str(fields.get("title") or "")
+            text, title = text[front.end() :], writable(str(fields.get("title") or ""))
     builder = Builder(" ".join(title.split()))
     _Page(builder).add(_tree(_markdown_parser().render(text)))
     return builder.document()

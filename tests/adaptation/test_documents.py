@@ -280,6 +280,14 @@ def test_a_pdf_becomes_paragraphs_without_page_headers(tmp_path):
     assert cause_of(tmp_path / "broken.pdf") == "damaged"
 
 
+def test_a_pdf_with_half_characters_can_be_written(tmp_path, monkeypatch):
+    """Fonts map glyphs to UTF-16, of which pypdf also returns half a pair, and to NUL."""
+    pypdf = pytest.importorskip("pypdf")
+    (tmp_path / "a.pdf").write_bytes(pdf_of([["A formula: x", "Its end."]]))
+    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda page: "A formula: \ud835\0 \ud835\udc65\nIts end.")
+    assert text_of(tmp_path / "a.pdf").encode().decode() == "A formula: \ufffd \U0001d465 Its end."
+
+
 def test_a_word_document_becomes_blocks(tmp_path):
     docx = pytest.importorskip("docx")
     written = docx.Document()

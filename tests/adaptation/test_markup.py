@@ -78,6 +78,11 @@ def test_a_rule_at_the_start_is_no_front_matter():
         assert found == [("", " ".join(prose.split())), ("", "A second one."), ("", "The end.")]
 
 
+def test_a_title_of_escaped_half_characters_can_be_written():
+    (block,) = read_markdown('---\ntitle: "\\ud83d\\ude00 Guide \\ud83d"\n---\n\ntext').blocks
+    assert block.trail == ("😀 Guide \ufffd",)
+
+
 def test_damaged_front_matter_is_no_error():
     assert parts(read_markdown("---\ntitle: A: B\n---\n\ntext")) == [("", "text")]
     assert parts(read_markdown("---\n: [\n---\n\ntext")) == [("", "text")]
