@@ -396,7 +396,8 @@ def _read_docx(data: bytes) -> Document:
         builder.add("lines", "\n".join(items))
         items = []
         if is_table:
-            rows = [" | ".join(" ".join(cell.text.split()) for cell in row.cells) for row in part.rows]
+            # A cell that spans columns is there once for each of them.
+            rows = [" | ".join(" ".join(cell.text.split()) for cell in dict.fromkeys(row.cells)) for row in part.rows]
             builder.add("lines", "\n".join(rows))
             continue
         level = re.match(r"Heading (\d)$", style)

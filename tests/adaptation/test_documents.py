@@ -288,6 +288,20 @@ def test_a_pdf_with_half_characters_can_be_written(tmp_path, monkeypatch):
     assert text_of(tmp_path / "a.pdf").encode().decode() == "A formula: \ufffd \U0001d465 Its end."
 
 
+def test_a_merged_cell_of_a_word_document_is_one_cell(tmp_path):
+    docx = pytest.importorskip("docx")
+    written, stored = docx.Document(), BytesIO()
+    table = written.add_table(rows=3, cols=3)
+    for row in range(3):
+        for column in range(3):
+            table.cell(row, column).text = f"{row}{column}"
+    table.cell(0, 0).merge(table.cell(0, 2)).text = "Prices"
+    table.cell(1, 0).merge(table.cell(2, 0)).text = "Both"
+    written.save(stored)
+    (tmp_path / "a.docx").write_bytes(stored.getvalue())
+    assert text_of(tmp_path / "a.docx") == "Prices\nBoth | 11 | 12\nBoth | 21 | 22"
+
+
 def test_a_word_document_becomes_blocks(tmp_path):
     docx = pytest.importorskip("docx")
     written = docx.Document()
