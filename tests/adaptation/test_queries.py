@@ -305,6 +305,21 @@ def test_the_text_of_a_link_asks_for_its_target(tmp_path, rows):
     assert all(target["document"] == row["document"] for row in found)
 
 
+def test_a_link_means_a_file_by_its_path_before_one_in_its_own_folder(tmp_path, rows):
+    """So `passages` writes links, also to a file whose name occurs in several folders."""
+    named = {40: "README.md", 100: "folder/README.md"}
+    changed = [{**row, "file": named.get(number // 5 * 5, row["file"])} for number, row in enumerate(rows)]
+    names = sorted({sentence.split()[1] for sentence in rows[40]["text"].split(".") if sentence})[:2]
+    texts = [f"{name} of the kind" for name in names]
+    for source, text in zip((100, 105), texts, strict=True):
+        changed = linked(changed, source, text, "README.md")
+    # Of one document, none of these.
+    settings = QuerySettings(held_out_share=0.01)
+    make_queries(write_rows(tmp_path / "p.jsonl", changed), tmp_path / "out", settings=settings)
+    found = [row for row in read_rows(tmp_path / "out" / "pairs.jsonl") if row["kind"] == "anchor"]
+    assert {(row["query"], row["passage"]) for row in found} == {(text, rows[40]["_id"]) for text in texts}
+
+
 def test_few_passages_give_an_evaluation_and_no_pairs(rows, tmp_path):
     few = write_rows(tmp_path / "few.jsonl", rows[: MIN_PASSAGES - 20])
     log = write_rows(tmp_path / "log.jsonl", asked(rows, (0, 40, 80)))
