@@ -142,6 +142,8 @@ def write_passages(
             counts = ("num_documents", "num_passages", "num_repeated", "num_copies")
             fields |= {name: getattr(report, name) for name in counts}
             fields["output_sha256"] = file_sha256(temporary)
+            # A kill before the renaming must not leave the new manifest with the old file.
+            output.unlink(missing_ok=True)
             write_file_manifest(manifest_path(output), {**KIND, **fields})
     return report
 
