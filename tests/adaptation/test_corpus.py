@@ -211,6 +211,13 @@ def test_after_a_kill_between_two_files_the_same_call_works(write, monkeypatch, 
     assert len(write({})[1]) == 2
 
 
+def test_a_folder_whose_name_is_not_utf8_is_read(tmp_path, splitter):
+    folder, output = tmp_path / os.fsdecode(b"f\xfcr"), tmp_path / "passages.jsonl"
+    folder.mkdir()
+    (folder / "a.md").write_text(words("alpha"))
+    assert write_passages(folder, output, splitter).num_passages == 1
+
+
 def test_the_output_is_no_document(write, tmp_path, splitter):
     write({"a.md": words("alpha")})
     output = tmp_path / "docs" / "passages.jsonl"
