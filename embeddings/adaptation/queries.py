@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from embeddings.adaptation.candidates import (
     KINDS,
@@ -40,7 +41,7 @@ from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
 # Increase it whenever the same passages produce different queries, so that an older output is not reused.
-RECIPE = 5
+RECIPE = 6
 # Training pairs: with the queries that documents offer, and with those that a language model wrote.
 PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
@@ -368,6 +369,12 @@ def heading_of(title: str) -> str:
     return title.rpartition(TRAIL)[2].strip()
 
 
+def slug_of(title: str) -> str:
+    """The name of the last heading in links: as on GitHub, lower-case words with hyphens, without punctuation."""
+    slug: str = regex.sub(r"[^\w\p{M}-]", "", "-".join(heading_of(title).lower().split()))
+    return slug
+
+
 def _collect(survey: _Survey) -> list[Candidate]:
     """The candidates of a second pass over the passages that no rule on a single one rejects, each for one passage."""
     settings, report = survey.settings, survey.report
@@ -436,7 +443,7 @@ def _asked(survey: _Survey) -> list[Candidate]:
 
 def _linked(passage: Passage, is_start: bool, survey: _Survey, targets: set[str]) -> list[Candidate]:
     """The texts of links that lead to a passage: the first of its file or of the section that the link names."""
-    slug = "-".join(heading_of(passage.title).casefold().split())
+    slug = slug_of(passage.title)
     found = list[Candidate]()
     for name in (f"{passage.file}#", f"{passage.file}#{slug}" if is_start and slug else ""):
         if name in survey.links and name not in targets:

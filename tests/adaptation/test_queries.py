@@ -295,7 +295,8 @@ def test_the_text_of_a_link_asks_for_its_target(tmp_path, rows):
     name, section = target["file"].removeprefix("folder/"), rows[42]
     slug = "-".join(section["title"].partition(" > ")[2].casefold().split())
     first, other = (f"{row['text'].split('.')[1].split()[1]} of the kind" for row in (target, section))
-    changed = linked(linked(rows, 100, first, name), 105, other, f"../{target['file']}#{slug}")
+    marked = [{**row, "title": f"{row['title']} (new)"} if row is section else row for row in rows]
+    changed = linked(linked(marked, 100, first, name), 105, other, f"../{target['file']}#{slug}-new")
     changed = linked(linked(changed, 110, "another page entirely", "https://example.org/x"), 115, "go here", name)
     # Of one document, none of these.
     settings = QuerySettings(held_out_share=0.01)
@@ -303,6 +304,20 @@ def test_the_text_of_a_link_asks_for_its_target(tmp_path, rows):
     found = [row for row in read_rows(tmp_path / "out" / "pairs.jsonl") if row["kind"] == "anchor"]
     assert {(row["query"], row["passage"]) for row in found} == {(first, target["_id"]), (other, section["_id"])}
     assert all(target["document"] == row["document"] for row in found)
+
+
+HEADINGS = {
+    "Install (Linux)": "install-linux",
+    "What's new?": "whats-new",
+    "A & B_c": "a--b_c",
+    "Die Straße": "die-straße",
+    "दिल्ली तक": "दिल्ली-तक",
+}
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_heading_is_named_in_links_without_its_punctuation(heading):
+    assert queries.slug_of(f"Guide > {heading}") == HEADINGS[heading]
 
 
 def test_a_link_means_a_file_by_its_path_before_one_in_its_own_folder(tmp_path, rows):
