@@ -147,8 +147,9 @@ def proposals(passage: Passage, is_common: Any, is_section_start: bool) -> Itera
         for query, text in docstrings(passage.text):
             yield passage.candidate(plain(query), "docstring", text)
         return
-    if is_section_start and passage.title:
-        *_, parent, heading = ["", *filter(None, map(str.strip, passage.title.split(TRAIL)))]
+    headings = [*filter(None, map(str.strip, passage.title.split(TRAIL)))]
+    if is_section_start and headings:
+        *_, parent, heading = ["", *headings]
         if is_question(heading):
             yield passage.candidate(plain(heading), "question", heading=heading)
         else:

@@ -1,6 +1,7 @@
 """From documents to a file of passages, without repeated paragraphs and near copies, and a list of what is left out."""
 
 import json
+import os
 import pickle
 import posixpath
 import re
@@ -137,11 +138,15 @@ def write_passages(
         is_copy_N = work.copies()
         with atomic_path(output) as temporary:
             work.write(temporary, is_copy_N, {file.name for file in files})
-            fields: dict[str, Any] = {"documents": str(documents), "max_tokens": splitter.max_tokens}
+            # A name that is not UTF-8 cannot be written.
+            name = os.fsencode(documents).decode("utf-8", "replace")
+            fields: dict[str, Any] = {"documents": name, "max_tokens": splitter.max_tokens}
             fields |= {"near_duplicates": near_duplicates, "left_out": report.left_out}
             counts = ("num_documents", "num_passages", "num_repeated", "num_copies")
             fields |= {name: getattr(report, name) for name in counts}
             fields["output_sha256"] = file_sha256(temporary)
+            # A kill before the renaming must not leave the new manifest with the old file.
+            output.unlink(missing_ok=True)
             write_file_manifest(manifest_path(output), {**KIND, **fields})
     return report
 

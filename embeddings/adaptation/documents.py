@@ -30,6 +30,7 @@ from embeddings.adaptation.markup import (
     read_python,
     read_text,
     word_set,
+    writable,
 )
 from embeddings.adaptation.restructured import read_rst
 from embeddings.common.errors import InputError, MissingExtraError, require
@@ -215,9 +216,7 @@ def decode(data: bytes) -> str:
     text = _decoded(data)
     if len(_CONTROL.findall(text, 0, _PROBE_BYTES)) > 0.02 * min(len(text), _PROBE_BYTES):
         raise _Unreadable("binary")
-    # A lone surrogate cannot be written, and NUL ends texts in other programs.
-    text = text.encode("utf-8", "replace").decode().replace("\0", "")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return writable(text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _decoded(data: bytes) -> str:
@@ -266,16 +265,15 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
     """A document for each row; an unreadable row ends the file, and one without text is left out."""
     id_column, title_column, text_column = (columns.get(name, name) for name in COLUMNS)
     row, num_without = 0, 0
+    # The fields of the first row with a text, or of the last row. Rows of JSON may lack what others have.
+    seen: Mapping[str, Any] = {}
     try:
         names = (id_column, "id", title_column, text_column)
         reader = open_reader(file.path, names, (text_column,), _recoded_table(file))
         # The bar moves that of all files.
         for where, fields in chain.from_iterable(block.rows for block in blocks_of("reading", [reader])):
             row += 1
-            if text_column not in fields:
-                present = ", ".join(map(str, fields))
-                hint = f"found: {one_line(present, 100)}; name it with --columns '{{text: COLUMN}}'"
-                raise _Unreadable(f"without a column {text_column!r}", hint)
+            seen = seen if text_column in seen else fields
             text, title = (_cell(fields.get(name)) for name in (text_column, title_column))
             if not text.strip():
                 num_without += 1
@@ -288,6 +286,10 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
     except InputError as error:
         rest = "rows from here on are left out" if row else "it has no readable row"
         yield LeftOut(file.name, "damaged", f"{one_line(str(error))}; {rest}")
+    if row and text_column not in seen:
+        present = ", ".join(map(str, seen))
+        hint = f"found: {one_line(present, 100)}; name it with --columns '{{text: COLUMN}}'"
+        raise _Unreadable(f"without a column {text_column!r}", hint)
     if num_without:
         yield LeftOut(file.name, "rows without text", f"{num_without} of {row} rows")
 
@@ -308,7 +310,7 @@ def _cell(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     text = value if isinstance(value, str) else ""
-    return text.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\0", "")
+    return writable(text).replace("\r\n", "\n")
 
 
 def _read_notebook(text: str) -> Document:
@@ -326,7 +328,7 @@ def _read_pdf(data: bytes) -> Document:
     reader = require("pypdf", EXTRA).PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         raise _Unreadable("encrypted")
-    pages = [[line.strip() for line in page.extract_text().split("\n")] for page in reader.pages]
+    pages = [[line.strip() for line in writable(page.extract_text()).split("\n")] for page in reader.pages]
     pages = [[line for line in page if line] for page in pages]
     repeated = Counter(edge for page in pages for edge in {_without_digits(line) for line in (*page[:2], *page[-2:])})
     least = max(3, len(pages) / 2)
@@ -394,7 +396,8 @@ def _read_docx(data: bytes) -> Document:
         builder.add("lines", "\n".join(items))
         items = []
         if is_table:
-            rows = [" | ".join(" ".join(cell.text.split()) for cell in row.cells) for row in part.rows]
+            # A cell that spans columns is there once for each of them.
+            rows = [" | ".join(" ".join(cell.text.split()) for cell in dict.fromkeys(row.cells)) for row in part.rows]
             builder.add("lines", "\n".join(rows))
             continue
         level = re.match(r"Heading (\d)$", style)

@@ -74,6 +74,11 @@ class Builder:
         return Document("\n\n".join(self._parts), self._blocks)
 
 
+def writable(text: str) -> str:
+    """The text without NUL, which ends texts in other programs, and without halves of a character, as UTF-16 has."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "")
+
+
 def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -86,19 +91,21 @@ def read_text(text: str) -> Document:
 
 
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+# What shows that YAML with an error was meant as such.
+_KEY = re.compile(r"[\w\"'-]*:")
 
 
 def read_markdown(text: str) -> Document:
     """CommonMark with tables, without its markup; a `title` in YAML at the start is the first heading."""
-    front = _FRONT_MATTER.match(text)
-    title = ""
+    front, title = _FRONT_MATTER.match(text), ""
     if front is not None:
-        text = text[front.end() :]
         try:
             fields = yaml.safe_load(front[1])
         except (yaml.YAMLError, ValueError, RecursionError):
-            fields = None
-        title = str(fields.get("title") or "") if isinstance(fields, dict) else ""
+            fields = {} if _KEY.match(front[1]) else None
+        # Else the text is between two horizontal rules.
+        if isinstance(fields, dict):
+            text, title = text[front.end() :], writable(str(fields.get("title") or ""))
     builder = Builder(" ".join(title.split()))
     _Page(builder).add(_tree(_markdown_parser().render(text)))
     return builder.document()

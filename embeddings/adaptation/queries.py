@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from embeddings.adaptation.candidates import (
     KINDS,
@@ -40,7 +41,7 @@ from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
 # Increase it whenever the same passages produce different queries, so that an older output is not reused.
-RECIPE = 3
+RECIPE = 6
 # Training pairs: with the queries that documents offer, and with those that a language model wrote.
 PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
@@ -239,10 +240,10 @@ class _Survey:
         self.path, self.log, self.settings, self.report = path, log, settings, QueriesReport()
         self.num_passages = 0
         self.judgements = Judgements(log)
-        # Passages by the file or heading that a link leads to: link text, document of the link.
-        self.links: dict[str, list[tuple[str, str]]] = {}
-        documents, headings, parts = array("Q"), array("q"), array("q")
-        sample, seen = list[tuple[int, int, str, str]](), set[tuple[str, str]]()
+        # Passages by the file or heading that a link leads to: link text, document of the link, file as it is written.
+        self.links: dict[str, list[tuple[str, str, str]]] = {}
+        documents, headings, parts, files = array("Q"), array("q"), array("q"), array("q")
+        sample, seen = list[tuple[int, int, str, str]](), set[tuple[str, str, bool]]()
         section = None
         for passage in read_passages(path):
             documents.append(self.hash_of(passage.document))
@@ -251,12 +252,16 @@ class _Survey:
                 section = passage.document, passage.title
                 headings.append(hash(heading_of(passage.title)))
             parts.extend({hash(part.strip()) for part in passage.title.split(TRAIL)})
+            files.append(hash(passage.file))
             self._add_links(passage, seen)
             item = (-self.hash_of(passage.id), -self.num_passages, passage.id, f"{passage.title} {passage.text}")
             (heapq.heappush if len(sample) < _SAMPLE else heapq.heappushpop)(sample, item)
             self.num_passages += 1
         self.document_N = np.frombuffer(documents, np.uint64)
         self._common, self._shared = _repeated(headings), _repeated(parts)
+        targets = sorted({file for found in self.links.values() for *_, file in found})
+        is_file_F = np.isin(np.array([*map(hash, targets)], np.int64), np.frombuffer(files, np.int64))
+        self.files = {*compress(targets, is_file_F)}
         self.words = WordStatistics([(identifier, text) for *_, identifier, text in sorted(sample, reverse=True)])
 
     def hash_of(self, name: str) -> int:
@@ -269,7 +274,7 @@ class _Survey:
     def is_shared(self, heading: str) -> bool:
         return hash(heading) in self._shared
 
-    def _add_links(self, passage: Passage, seen: set[tuple[str, str]]) -> None:
+    def _add_links(self, passage: Passage, seen: set[tuple[str, str, bool]]) -> None:
         for text, target in passage.links:
             text = plain(text)
             if ":" in target or not target or num_words(text) < KINDS["anchor"].least_words or len(seen) >= _MAX_LINKS:
@@ -278,10 +283,11 @@ class _Survey:
             relative = passage.file
             if file:
                 relative = posixpath.normpath(posixpath.join(posixpath.dirname(passage.file), file))
-            if (key_of(text), target) not in seen and relative != passage.file:
-                seen.add((key_of(text), target))
-                for name in {file, relative}:
-                    self.links.setdefault(f"{name}#{fragment}", []).append((text, passage.document))
+            key = key_of(text), target, relative == passage.file
+            if file and key not in seen:
+                seen.add(key)
+                for name in {file, relative} - {passage.file}:
+                    self.links.setdefault(f"{name}#{fragment}", []).append((text, passage.document, file))
 
     def find_judged(self, name: Path) -> None:
         """Find the judged answers of the log in the passages, and note which queries are of no use."""
@@ -363,6 +369,12 @@ def heading_of(title: str) -> str:
     return title.rpartition(TRAIL)[2].strip()
 
 
+def slug_of(title: str) -> str:
+    """The name of the last heading in links: as on GitHub, lower-case words with hyphens, without punctuation."""
+    slug: str = regex.sub(r"[^\w\p{M}-]", "", "-".join(heading_of(title).lower().split()))
+    return slug
+
+
 def _collect(survey: _Survey) -> list[Candidate]:
     """The candidates of a second pass over the passages that no rule on a single one rejects, each for one passage."""
     settings, report = survey.settings, survey.report
@@ -431,13 +443,15 @@ def _asked(survey: _Survey) -> list[Candidate]:
 
 def _linked(passage: Passage, is_start: bool, survey: _Survey, targets: set[str]) -> list[Candidate]:
     """The texts of links that lead to a passage: the first of its file or of the section that the link names."""
-    slug = "-".join(heading_of(passage.title).casefold().split())
+    slug = slug_of(passage.title)
     found = list[Candidate]()
     for name in (f"{passage.file}#", f"{passage.file}#{slug}" if is_start and slug else ""):
         if name in survey.links and name not in targets:
             targets.add(name)
-            for text, source in survey.links[name]:
-                if survey.is_held_out(source) == survey.is_held_out(passage.document):
+            for text, source, file in survey.links[name]:
+                # A file of the written name is meant before one of this name in the folder of the link.
+                is_other = file != passage.file and file in survey.files
+                if not is_other and survey.is_held_out(source) == survey.is_held_out(passage.document):
                     repeats = survey.words.share(neutral_tokens(text), neutral_tokens(passage.title)) > 0.7
                     heading = heading_of(passage.title) if repeats else ""
                     found.append(passage.candidate(text, "anchor", heading=heading))

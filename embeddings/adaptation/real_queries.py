@@ -160,13 +160,15 @@ class Judgements:
         self.documents: dict[int, set[str]] = {}
 
     def add(self, passage: Passage) -> None:
-        """Record the judgements that name a passage, or else its document or file."""
+        """Record each query's judgements that name a passage, or else its document or file."""
+        judged = set[int]()
         for name in (passage.id, passage.document, passage.file):
             if name in self._by_name:
                 self._found.add(name)
-                for label in self._by_name[name]:
+                labels = [label for label in self._by_name[name] if label.query not in judged]
+                for label in labels:
                     self._record(label.query, passage, label.grade)
-                return
+                judged.update(label.query for label in labels)
 
     def _record(self, query: int, passage: Passage, grade: float) -> None:
         grades = self.grades.setdefault(query, {})

@@ -236,7 +236,7 @@ def write_whitened(
         output: The directory to write; an existing one is replaced once the new one is complete.
 
     Raises:
-        InputError: If the vectors are another model's, or too few.
+        InputError: If the vectors are another model's, truncated, or too few.
         OptionError: If the model compares vectors by inner products of any length.
     """
     require_replaceable(output)
@@ -246,7 +246,9 @@ def write_whitened(
     if isinstance(embedder, ContextualEmbedder):
         raise InputError(str(model), "is a contextual model, whose vectors cannot be whitened", "give a plain model")
     embedder.require_directions("model", str(model), "whitening")
-    check_manifest(folder.path, {"model_sha256": embedder_sha256(Encoder(embedder)), "role": "document"})
+    encoder = Encoder(embedder)
+    whole = {"model_sha256": embedder_sha256(encoder), "role": "document", "embedding_dim": encoder.embedding_dim}
+    check_manifest(folder.path, whole)
     found = Whitening.of(folder.tiles())
     if found is None:
         what = f"has {folder.num_documents} vectors, whitening needs {MIN_DOCUMENTS} that are not all equal"

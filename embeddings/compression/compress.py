@@ -266,8 +266,8 @@ class Compression:
         target = self.work / f"{name}d"
         model = LayerwiseModel(source, self._device)
         calibration = self.calibration if treatment.needs_inputs else None
-        hashes = {file.name: file_sha256(file) for file in weight_files(source)}
-        fields = {"kind": f"{name} layers", "weights_sha256": hashes, **treatment.fields(), "calibration": calibration}
+        hashes = {"weights_sha256": weights_sha256(source)}
+        fields = {"kind": f"{name} layers", **hashes, **treatment.fields(), "calibration": calibration}
         tokens, pad = (None, 0) if calibration is None else tokenise(self._texts, model, self._max_length)
         job = LayerwiseJob(model, self.work / f"{name}.layers", fields, treatment, tokens, pad)
         if target.exists():  # written with the same options, as the manifest of the job shows
@@ -278,7 +278,8 @@ class Compression:
 
     def _shorten(self, num_layers: int) -> Path:
         """Write a model directory with fewer layers; the whole model is in memory meanwhile."""
-        target = self.work / f"layers-{num_layers}"
+        digest = sha256(json.dumps(weights_sha256(self.source)).encode()).hexdigest()
+        target = self.work / f"layers-{num_layers}-{digest[:12]}"
         if not target.exists():
             embedder = load_embedder(str(self.source))
             if isinstance(embedder, ContextualEmbedder):
@@ -329,6 +330,10 @@ class Compression:
             rows["calibration"] = f"{size_of_texts} ({limit} a text), seed {texts['seed']}"
         rows["bytes of weights"] = f"{report.bytes_before:,} before, {report.bytes_after:,} after"
         return rows | {name: f"{value:.4f}" for name, value in scores.items()}
+
+
+def weights_sha256(folder: Path) -> dict[str, str]:
+    return {file.name: file_sha256(file) for file in weight_files(folder)}
 
 
 def device_of(name: str | torch.device | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 import torch
 from numpy.typing import NDArray
 
@@ -183,8 +185,9 @@ def sample_rows(num_rows: int, max_rows: int, seed: int) -> Int64s:
 
 DEFAULT_DIM = 128
 _NUM_HASHES = 1 << 18
-# A word, or a character of a script without spaces between words.
-_TERM = rf"(?u)[^\W{UNSPACED}]+|[{UNSPACED}]"
+# A word with its vowel signs, or a character of a script without spaces between words.
+_TERM = regex.compile(rf"(?:[^\W{UNSPACED}]|(?![{UNSPACED}])\p{{M}})+|[{UNSPACED}]")
+_ASCII_TERM = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75
 _NUM_ROUNDS, _EXTRA_AXES = 7, 10
 # The share of the time of the features that counting words takes.
@@ -266,9 +269,15 @@ def _term_counts(texts: Sequence[str]) -> Any:
     from scipy import sparse
     from sklearn.feature_extraction.text import HashingVectorizer
 
-    vectorizer = HashingVectorizer(n_features=_NUM_HASHES, alternate_sign=False, norm=None, token_pattern=_TERM)
+    columns: dict[str, Any] = {"n_features": _NUM_HASHES, "alternate_sign": False, "norm": None}
+    vectorizer = HashingVectorizer(**columns, tokenizer=_terms, token_pattern=None)
     starts = progress_bar(None, "counting words", "block", iterable=range(0, len(texts), _BLOCK), share=_COUNT_SHARE)
     return sparse.vstack([vectorizer.transform(texts[start : start + _BLOCK]) for start in starts], format="csr")
+
+
+def _terms(text: str) -> list[str]:
+    terms: list[str] = (_ASCII_TERM if text.isascii() else _TERM).findall(text)
+    return terms
 
 
 def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float64]:

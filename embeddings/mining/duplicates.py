@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import regex
 
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
@@ -134,8 +134,8 @@ MIN_TOKENS = 4
 _ROUNDING = 1e-5
 
 _CHECK_BLOCK = 1024
-# Keeps the signs in names of programming languages (c#, c++), and drops white space and other punctuation.
-_WORD = re.compile(r"[\w+#]+")
+# Keeps vowel signs, and the signs in names of programming languages (c#, c++); drops white space and other punctuation.
+_WORD = regex.compile(r"[\w\p{M}+#]+")
 
 
 class EvaluationTexts(NamedTuple):

@@ -222,7 +222,8 @@ class Templates:
 
 def _seed_block(path: Path, category: Category, num_seeds: int) -> str:
     """Some records of a file as prompt text: each with its task, in the form of a model's answer."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # Texts may contain other separators of lines.
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
     if len(lines) < num_seeds:
         raise InputError(str(path), f"contains {len(lines)} of the {num_seeds} records requested", "lower num_seeds")
     parts = ["These examples keep to every rule below, each for a task of its own. Do not reuse their texts."]

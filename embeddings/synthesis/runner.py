@@ -108,7 +108,10 @@ class Journal:
         self._register(self.path, key, answer)
 
     def _register(self, path: Path, key: str, answer: Answer) -> None:
-        self._answers[key] = answer
+        known = self._answers.get(key)
+        # Of two answers, as of a share that two processes had, the one that was cut off later or not at all.
+        if known is None or (known.limit is not None and (answer.limit is None or answer.limit > known.limit)):
+            self._answers[key] = answer
         prompt, completion = answer.prompt_tokens or 0, answer.completion_tokens or 0
         self.prompt_tokens += prompt
         self.completion_tokens += completion

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import regex
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
@@ -111,8 +112,9 @@ MIN_LEAKED_WORDS = 5
 MAX_TASK_CHARACTERS = 400
 
 # In scripts without spaces between words each character is a unit that counts as half a word.
-_UNSPACED = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]")
-_UNIT = re.compile(rf"{_UNSPACED.pattern}|[^\W{_UNSPACED.pattern[1:-1]}]+")
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+# The vowel signs of Indian scripts are marks.
+_UNIT = regex.compile(rf"{_UNSPACED.pattern}|(?:[^\W{_UNSPACED.pattern[1:-1]}]|(?!{_UNSPACED.pattern})\p{{M}})+")
 _NUMBERING = re.compile(r"^\s*(?:\d+\s*[.):]|[-*•])\s+")
 
 
@@ -169,7 +171,8 @@ def normalised(text: str) -> str:
 
 
 def _units(text: str) -> list[str]:
-    return _UNIT.findall(canonical(text).casefold())
+    units: list[str] = _UNIT.findall(canonical(text).casefold())
+    return units
 
 
 def _object(value: Any) -> dict[str, Any]:

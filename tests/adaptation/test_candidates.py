@@ -51,7 +51,7 @@ def test_a_heading_is_asked_at_the_start_of_its_section_with_its_parent_if_it_is
     def headings(**fields):
         return [(each.query, each.kind) for each in offered(**fields) if each.heading]
 
-    assert headings(start=False) == headings(title="") == []
+    assert headings(start=False) == headings(title="") == headings(title=" > ") == []
     assert headings(common={"Filters of pumps"}) == [("Pumps Filters of pumps", "heading")]
     assert headings(title="Manual > Options") == [("Manual Options", "heading")]
     assert headings(title="Pumps > How do I clean it?") == [("How do I clean it?", "question")]

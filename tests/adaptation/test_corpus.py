@@ -1,6 +1,7 @@
 """The file of passages: repeated paragraphs, near copies, the log, and what is refused or replaced."""
 
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from embeddings.common import TextSettings
 from embeddings.common.errors import InputError
 from embeddings.common.jobs import manifest_path
 from embeddings.inference.vector_folder import read_corpus
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import wordpiece_tokenizer
 
@@ -196,6 +198,24 @@ def test_a_failure_leaves_nothing(write, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write({"b.md": words("beta")})
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_after_a_kill_between_two_files_the_same_call_works(write, monkeypatch, call):
+    """The manifest, the passages and the log are renamed one after another."""
+    write({"a.md": words("alpha")})
+    monkeypatch.setattr(os, "replace", interrupted_at(os.replace, call))
+    with pytest.raises(KeyboardInterrupt):
+        write({"b.md": words("beta")})
+    monkeypatch.undo()
+    assert len(write({})[1]) == 2
+
+
+def test_a_folder_whose_name_is_not_utf8_is_read(tmp_path, splitter):
+    folder, output = tmp_path / os.fsdecode(b"f\xfcr"), tmp_path / "passages.jsonl"
+    folder.mkdir()
+    (folder / "a.md").write_text(words("alpha"))
+    assert write_passages(folder, output, splitter).num_passages == 1
 
 
 def test_the_output_is_no_document(write, tmp_path, splitter):

@@ -175,6 +175,13 @@ def test_columns_of_a_csv_are_named(tmp_path):
     assert "found: nr, question, answer; name it with --columns" in left_out.detail
 
 
+def test_a_row_of_json_without_the_field_is_a_row_without_text(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"_id": "a"}, {"_id": "b", "text": "one"}, {"_id": "c"}, {"text": "two"}])
+    *found, left_out = read(tmp_path / "rows.jsonl")
+    assert [each.document.text for each in found] == ["one", "two"]
+    assert left_out == LeftOut("rows.jsonl", "rows without text", "2 of 4 rows")
+
+
 def test_a_damaged_row_ends_a_table_but_not_what_was_read(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"text {row}"} for row in range(3)])
     with open(tmp_path / "rows.jsonl", "a") as file:
@@ -271,6 +278,28 @@ def test_a_pdf_becomes_paragraphs_without_page_headers(tmp_path):
     assert cause_of(tmp_path / "empty.pdf") == "without text"
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 broken")
     assert cause_of(tmp_path / "broken.pdf") == "damaged"
+
+
+def test_a_pdf_with_half_characters_can_be_written(tmp_path, monkeypatch):
+    """Fonts map glyphs to UTF-16, of which pypdf also returns half a pair, and to NUL."""
+    pypdf = pytest.importorskip("pypdf")
+    (tmp_path / "a.pdf").write_bytes(pdf_of([["A formula: x", "Its end."]]))
+    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda page: "A formula: \ud835\0 \ud835\udc65\nIts end.")
+    assert text_of(tmp_path / "a.pdf").encode().decode() == "A formula: \ufffd \U0001d465 Its end."
+
+
+def test_a_merged_cell_of_a_word_document_is_one_cell(tmp_path):
+    docx = pytest.importorskip("docx")
+    written, stored = docx.Document(), BytesIO()
+    table = written.add_table(rows=3, cols=3)
+    for row in range(3):
+        for column in range(3):
+            table.cell(row, column).text = f"{row}{column}"
+    table.cell(0, 0).merge(table.cell(0, 2)).text = "Prices"
+    table.cell(1, 0).merge(table.cell(2, 0)).text = "Both"
+    written.save(stored)
+    (tmp_path / "a.docx").write_bytes(stored.getvalue())
+    assert text_of(tmp_path / "a.docx") == "Prices\nBoth | 11 | 12\nBoth | 21 | 22"
 
 
 def test_a_word_document_becomes_blocks(tmp_path):

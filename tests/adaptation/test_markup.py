@@ -72,7 +72,19 @@ def test_a_title_that_repeats_as_first_heading_is_one_heading():
     ]
 
 
+def test_a_rule_at_the_start_is_no_front_matter():
+    for prose in ("A first paragraph.", "A first paragraph: it is\nlong."):
+        found = parts(read_markdown(f"---\n{prose}\n\nA second one.\n\n---\n\nThe end."))
+        assert found == [("", " ".join(prose.split())), ("", "A second one."), ("", "The end.")]
+
+
+def test_a_title_of_escaped_half_characters_can_be_written():
+    (block,) = read_markdown('---\ntitle: "\\ud83d\\ude00 Guide \\ud83d"\n---\n\ntext').blocks
+    assert block.trail == ("😀 Guide \ufffd",)
+
+
 def test_damaged_front_matter_is_no_error():
+    assert parts(read_markdown("---\ntitle: A: B\n---\n\ntext")) == [("", "text")]
     assert parts(read_markdown("---\n: [\n---\n\ntext")) == [("", "text")]
 
 

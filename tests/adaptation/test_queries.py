@@ -295,7 +295,8 @@ def test_the_text_of_a_link_asks_for_its_target(tmp_path, rows):
     name, section = target["file"].removeprefix("folder/"), rows[42]
     slug = "-".join(section["title"].partition(" > ")[2].casefold().split())
     first, other = (f"{row['text'].split('.')[1].split()[1]} of the kind" for row in (target, section))
-    changed = linked(linked(rows, 100, first, name), 105, other, f"../{target['file']}#{slug}")
+    marked = [{**row, "title": f"{row['title']} (new)"} if row is section else row for row in rows]
+    changed = linked(linked(marked, 100, first, name), 105, other, f"../{target['file']}#{slug}-new")
     changed = linked(linked(changed, 110, "another page entirely", "https://example.org/x"), 115, "go here", name)
     # Of one document, none of these.
     settings = QuerySettings(held_out_share=0.01)
@@ -303,6 +304,35 @@ def test_the_text_of_a_link_asks_for_its_target(tmp_path, rows):
     found = [row for row in read_rows(tmp_path / "out" / "pairs.jsonl") if row["kind"] == "anchor"]
     assert {(row["query"], row["passage"]) for row in found} == {(first, target["_id"]), (other, section["_id"])}
     assert all(target["document"] == row["document"] for row in found)
+
+
+HEADINGS = {
+    "Install (Linux)": "install-linux",
+    "What's new?": "whats-new",
+    "A & B_c": "a--b_c",
+    "Die Straße": "die-straße",
+    "दिल्ली तक": "दिल्ली-तक",
+}
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_heading_is_named_in_links_without_its_punctuation(heading):
+    assert queries.slug_of(f"Guide > {heading}") == HEADINGS[heading]
+
+
+def test_a_link_means_a_file_by_its_path_before_one_in_its_own_folder(tmp_path, rows):
+    """So `passages` writes links, also to a file whose name occurs in several folders."""
+    named = {40: "README.md", 100: "folder/README.md"}
+    changed = [{**row, "file": named.get(number // 5 * 5, row["file"])} for number, row in enumerate(rows)]
+    names = sorted({sentence.split()[1] for sentence in rows[40]["text"].split(".") if sentence})[:2]
+    texts = [f"{name} of the kind" for name in names]
+    for source, text in zip((100, 105), texts, strict=True):
+        changed = linked(changed, source, text, "README.md")
+    # Of one document, none of these.
+    settings = QuerySettings(held_out_share=0.01)
+    make_queries(write_rows(tmp_path / "p.jsonl", changed), tmp_path / "out", settings=settings)
+    found = [row for row in read_rows(tmp_path / "out" / "pairs.jsonl") if row["kind"] == "anchor"]
+    assert {(row["query"], row["passage"]) for row in found} == {(text, rows[40]["_id"]) for text in texts}
 
 
 def test_few_passages_give_an_evaluation_and_no_pairs(rows, tmp_path):

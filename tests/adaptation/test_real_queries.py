@@ -118,6 +118,15 @@ def test_a_document_stands_for_all_its_passages(tmp_path, passages):
     assert [label.name for label in found.missing] == ["unknown"]
 
 
+def test_a_judged_passage_is_also_that_of_its_document_for_other_queries(tmp_path, passages):
+    document = read_rows(passages)[3]["document"]
+    rows = [{"query": "a", "document": document}, {"query": "a", "passage": "p000004", "relevant": 0},
+            {"query": "b", "passage": "p000003"}]  # fmt: skip
+    found = judgements_of(passages, log_of(tmp_path, rows))
+    assert found.grades == {0: {"p000003": 1.0, "p000004": 0.0, "p000005": 1.0}, 1: {"p000003": 1.0}}
+    assert not found.missing
+
+
 def test_answers_are_found_by_their_words(tmp_path, passages):
     rows = read_rows(passages)
     part = ". ".join(rows[7]["text"].split(". ")[1:4]).upper()

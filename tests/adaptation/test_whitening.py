@@ -119,6 +119,16 @@ def test_vectors_of_another_model_and_too_few_are_refused(tmp_path, capsys):
     refused(InputError, "whitening needs float32", write_whitened, tmp_path / "model", tmp_path / "bits", out)
 
 
+def test_truncated_vectors_are_refused(tmp_path):
+    embedder = tiny_embedder()
+    embedder.trained_widths = (32, 16)
+    embedder.save_pretrained(tmp_path / "model")
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), dimensions=16)
+    folder = encode_corpus(encoder, write_corpus(tmp_path / "corpus.jsonl", some_texts(520)), tmp_path / "vectors")
+    what = "field 'embedding_dim' is 16, expected 32"
+    refused(InputError, what, write_whitened, tmp_path / "model", folder, tmp_path / "out")
+
+
 def test_a_model_that_compares_lengths_and_a_contextual_one_are_refused(tmp_path):
     embedder = tiny_embedder(normalize=False)
     embedder.similarity = "dot"

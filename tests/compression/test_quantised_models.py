@@ -159,6 +159,19 @@ def test_an_error_after_the_first_phase_keeps_its_layers(tmp_path):
     assert (tmp_path / "a.work" / "pruned" / "config.json").is_file()
 
 
+def test_the_layers_of_another_model_in_the_work_folder_are_not_used(tmp_path):
+    from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions
+
+    models = [write_model(tmp_path / f"model{seed}", seed=seed) for seed in range(2)]
+    found = []
+    for model in models:
+        options = PruningOptions(layers=2), QuantizationOptions(), CalibrationOptions()
+        found.append(tensors_of(Compression(model, tmp_path / "a", *options, "cpu").run()))
+    name = "encoder.layer.0.attention.self.query.weight"
+    for model, tensors in zip(models, found, strict=True):
+        assert torch.equal(tensors[name], tensors_of(model)[name])
+
+
 def test_training_from_a_quantised_model_starts_from_plain_weights(quantise, tmp_path):
     _, small = quantise("--quantize", "int8")
     embedder = Embedder.from_config(BackboneConfig(str(small)))

@@ -209,11 +209,13 @@ def test_reasons_equal_a_loop(threshold):
         ("what is c#!", "p", EQUAL),
         ("capital", "France", KEPT),
         ("...", "!!!", KEPT),
+        ("दिन!", "p", EQUAL),
+        ("दान", "p", KEPT),
     ],
 )
 def test_equal_texts_of_any_role_and_similar_texts_of_one_role_are_found(query, positive, reason):
     evaluation = EvaluationTexts(
-        ["what is the capital city of France", "what is C#", "???"],
+        ["what is the capital city of France", "what is C#", "???", "दिन"],
         ["The Seine runs through Paris and many other towns"],
     )
     record = StoredRow(query, [positive])

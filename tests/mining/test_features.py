@@ -109,6 +109,13 @@ def test_weights_are_those_of_the_formula(tmp_path):
         np.testing.assert_allclose(sorted(weights[row][weights[row] > 0]), sorted(expected.values()), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("दिन दान दीन", 3), ("snake_case 2x naïve", 3), ("ราคา", 3), ("東京 กิ่ง", 6)]
+)
+def test_a_word_has_its_vowel_signs(text, count):
+    assert _term_counts([text]).nnz == count
+
+
 def test_the_fit_depends_on_the_seed_only(tmp_path, monkeypatch):
     pairs = topic_source(tmp_path)
     monkeypatch.setattr(features, "MAX_FITTED_ROWS", 30)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from embeddings.common import InputError, OptionError, progress
+from embeddings.common.io import write_json_lines
 from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
@@ -89,6 +90,19 @@ def test_prompts_of_a_seeded_job_begin_with_the_first_jobs_records(tmp_path, met
     assert sum(report.num_records.values()) == 48
     assert all(request.prompt.startswith("These examples") for request in second.asked)
     assert seeded.sha256 != Templates(method).sha256
+
+
+def test_a_seed_may_contain_the_line_separators_of_unicode(tmp_path):
+    negatives = [{"text": f"negative {level}", "level": level} for level in range(1, 5)]
+    record = {
+        "query": "one\u2028two\x85",
+        "positive": "three\u2029four",
+        "negatives": negatives,
+        "instruction": "Find.",
+    }
+    write_json_lines(tmp_path / "short_long.jsonl", [record] * 2)
+    prompt = Templates(MGH, PromptOptions(seeds=tmp_path, num_seeds=2)).example(MGH.category("short_long"), "t", 0, 0)
+    assert prompt.count("one\u2028two\x85") == prompt.count("three\u2029four") == 2
 
 
 def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):

@@ -8,6 +8,7 @@ from email.utils import formatdate
 import pytest
 
 from embeddings.common import InputError
+from embeddings.common.jobs import ArrayTask
 from embeddings.common.progress import progress_bar
 from embeddings.synthesis.client import ChatClient, EndpointError, Limits, Sampling, make_request
 from embeddings.synthesis.runner import FEW_ANSWERS, Concurrency, open_journal
@@ -230,6 +231,20 @@ def test_answers_are_read_back_unchanged_after_reopening(tmp_path):
         assert (journal.prompt_tokens, journal.completion_tokens) == (11, 5)
         journal.append("c", Answer("x", prompt_tokens=1))
         assert journal.prompt_tokens == 12
+
+
+def test_a_cut_off_answer_of_another_process_replaces_no_whole_one(tmp_path):
+    short, longer = (Answer("x", "length", None, 11, limit, limit) for limit in (5, 9))
+    with open_journal(tmp_path, ArrayTask(1, 2)) as journal:
+        journal.append("a", short)
+        journal.append("b", longer)
+    for _ in range(2):
+        with open_journal(tmp_path, ArrayTask(0, 2)) as journal:
+            journal.limit = 9
+            if journal.get("a") is None:
+                journal.append("a", FULL)
+            assert (journal.get("a"), journal.get("b")) == (FULL, longer)
+        assert len((tmp_path / "journal-00000.jsonl").read_bytes().splitlines()) == 1
 
 
 @pytest.fixture

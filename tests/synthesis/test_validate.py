@@ -112,6 +112,10 @@ def test_a_text_copied_from_the_prompt_is_rejected(query, reason):
         ("cheap solar panels for boats", "For boats: cheap solar panels", False),
         ("北京天气怎么样", "有人问北京天气怎么样的问题", False),
         ("今天下午北京的天气怎么样呢", "有人问:今天下午北京的天气怎么样呢?", True),
+        ("दिल्ली का मौसम", "आज दिल्ली का मौसम अच्छा है।", False),
+        ("आज दिल्ली का मौसम कैसा है", "प्रश्न: आज दिल्ली का मौसम कैसा है?", True),
+        ("ราคาตั๋วเครื่องบินไปเชียงใหม่", "ถามว่าราคาตั๋วเครื่องบินไปเชียงใหม่เท่าไร", True),
+        ("តម្លៃសំបុត្រយន្តហោះទៅភ្នំពេញ", "សួរអំពីតម្លៃសំបុត្រយន្តហោះទៅភ្នំពេញ", True),
     ],
 )
 def test_a_query_of_five_words_must_not_be_in_a_document(query, document, leaks):
@@ -156,6 +160,8 @@ def test_tasks_are_cleaned_and_duplicates_dropped():
     items = ["1. Find  a\nthing.", "- find a thing", 3, "", None, "x" * (MAX_TASK_CHARACTERS + 1), "a\x00b", "Another."]
     assert read_tasks(items) == ["Find a thing.", "Another."]
     assert read_tasks({"tasks": items, "note": "n"}) == ["Find a thing.", "Another."]
+    # They differ in a vowel sign.
+    assert read_tasks(["दिन खोजें।", "दान खोजें।", "दान खोजें"]) == ["दिन खोजें।", "दान खोजें।"]
 
 
 @pytest.mark.parametrize("value", ["text", {}, {"a": ["x"], "b": ["y"]}, [], [3, None], 4])
