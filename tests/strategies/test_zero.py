@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embeddings.callbacks import GradCacheCallback
-from embeddings.common import NumericError, UserError
+from embeddings.common import NumericError, OptionError, UserError
 from embeddings.strategies.sharded import _fragments
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
@@ -38,6 +38,18 @@ def test_zero_1_rejects_two_stages_under_gradcache(folder: Path) -> None:
             continue
         with pytest.raises(UserError, match=r"ZeRO-1 loses the gradients of the second stage.*stage to 2"):
             callback.check_run(trainer, makers[method](), None)
+
+
+def test_zero_rejects_weights_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embeddings.modules.base.is_four_bit", lambda parameter: True)
+    module = methods(folder)[METHOD]()
+    for strategy in ("auto", CpuZero(stage=2)):
+        trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
+        if strategy == "auto":
+            module.check_run(trainer, module, None)
+            continue
+        with pytest.raises(OptionError, match=r"trainer\.strategy does not support 4-bit weights, got 'CpuZero'"):
+            module.check_run(trainer, module, None)
 
 
 @pytest.mark.parametrize("num_values", [1, 5, 8])
