@@ -126,7 +126,7 @@ class GradCacheCallback(L.Callback):
 def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that a process can still allocate beyond its peak so far; 0 if unknown.
 
-    On a CPU: the minimum of `MemAvailable` and the free memory of the process's cgroup (version 2).
+    On a CPU: the minimum of `MemAvailable` and the free memory of the process's cgroup (version 2) and its parents.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -136,12 +136,12 @@ def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     own = re.search(r"^0::/(.*)", _text(root / "proc/self/cgroup"), re.MULTILINE)
     groups = root / "sys/fs/cgroup"
     # Inside a container the group itself is mounted as the root.
-    for folder in (groups / own[1], groups) if own else ():
+    folders = [groups / own[1], *(groups / own[1]).parents] if own else []
+    for folder in folders:
         limit, used = _text(folder / "memory.max").strip(), _text(folder / "memory.current").strip()
         if limit.isdecimal() and used.isdecimal():
             cached = re.search(r"^inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
             limits.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
-            break
     return max(0, min(limits, default=0))
 
 

@@ -1,8 +1,11 @@
 """Retrieval scores during training, for example to choose the best checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import WeightAveraging
 
 from embeddings.callbacks.checkpoints import embedder_of
 from embeddings.common import OptionError
@@ -19,7 +22,8 @@ class RetrievalEvaluation(L.Callback):
 
     A model that is trained at several dimensions is scored at each; scores of truncated embeddings are logged as
     `val/ndcg_at_10_128`. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same
-    `every_n_train_steps` keeps the best model. Rank 0 evaluates while the others wait.
+    `every_n_train_steps` keeps the best model. Rank 0 evaluates while the others wait. Under `EMAWeightAveraging` the
+    averages are scored, which checkpoints and exports contain.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
@@ -115,10 +119,11 @@ class RetrievalEvaluation(L.Callback):
         scores: dict[str, float] | None = None
         # With sharded weights each rank encodes the same texts, because all ranks must take part in a forward.
         if trainer.is_global_zero or training_strategy(trainer.strategy).is_sharded:
-            encoder = Encoder(embedder_of(pl_module, self))
-            size = encoder.num_context if self.context_size is None else self.context_size
-            widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
-            found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
+            with _averaged_weights(trainer, pl_module):
+                encoder = Encoder(embedder_of(pl_module, self))
+                size = encoder.num_context if self.context_size is None else self.context_size
+                widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
+                found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
             scores = {metric: float(found[0].metrics[metric]) for metric in METRICS}
             for shorter in found[1:]:
                 scores |= {f"{metric}_{shorter.dimensions}": float(shorter.metrics[metric]) for metric in METRICS}
@@ -130,3 +135,17 @@ class RetrievalEvaluation(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
         return named
+
+
+@contextmanager
+def _averaged_weights(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
+    """Inside, the module has the averages of Lightning's callback, as in a validation loop."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averaging = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+    for callback in averaging:
+        callback.on_validation_epoch_start(trainer, module)
+    try:
+        yield
+    finally:
+        for callback in averaging:
+            callback.on_validation_epoch_end(trainer, module)

@@ -340,7 +340,9 @@ def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
     elif boards:
         options = {"save_dir": boards[0].save_dir, "name": boards[0].name, "version": boards[0]._version}
     logger = RunLogger(resumed, **options)
-    logger.followers = [each for each in boards if each._version is None and each.root_dir == logger.root_dir]
+    # A resumed run's may end with a slash.
+    root = os.path.abspath(logger.root_dir)
+    logger.followers = [each for each in boards if each._version is None and os.path.abspath(each.root_dir) == root]
     trainer.loggers = [logger, *loggers]
 
 

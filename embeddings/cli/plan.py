@@ -256,19 +256,19 @@ def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
 
 
 def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | None, str]:
-    """The optimiser steps of the run and their origin; None and a hint if they depend on unknown data."""
+    """The optimiser steps of the run, as in `run_steps`, and their origin; None and a hint if data are unknown."""
     data, trainer = run.data.init_args, run.trainer
-    step_pairs = data.batch_size * setting.num_ranks * setting.accumulated
+    limits = [(trainer.max_steps, "trainer.max_steps")] if trainer.max_steps > 0 else []
     rows = [source.max_rows for source in data.get("sources") or ()]
     if pairs is None and rows and all(rows):
         pairs = sum(rows)
-    limits = [(trainer.max_steps, "trainer.max_steps")] if trainer.max_steps > 0 else []
-    if pairs is not None and (trainer.max_epochs or 0) > 0:
+    if pairs is not None and trainer.max_epochs and trainer.max_epochs > 0:
         pairs //= int(data.get("row_length") or 1)
-        limits.append((trainer.max_epochs * (pairs // step_pairs), f"{trainer.max_epochs} x {pairs:,} pairs"))
-    if not limits:
-        return None, "give --pairs, the training pairs per epoch" if pairs is None else "the run has no end"
-    return min(limits)
+        batches = pairs // (data.batch_size * setting.num_ranks)
+        steps = trainer.max_epochs * -(-batches // setting.accumulated)
+        limits.append((steps, f"{trainer.max_epochs} x {pairs:,} pairs"))
+    hint = "give --pairs, the training pairs per epoch" if pairs is None else "the run has no end"
+    return min(limits, key=lambda limit: limit[0], default=(None, hint))
 
 
 def lines(

@@ -13,7 +13,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -58,7 +57,7 @@ from embeddings.modules.distillation import LayerTeacher, VectorTeacher, WidthMa
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 from embeddings.training.plan import LossSize, Setting, Texts, trace_embedder
-from embeddings.training.strategy import shard, training_strategy
+from embeddings.training.strategy import has_plain_weights, shard, training_strategy
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 PoolingFactory = Callable[[int], Pooling]
@@ -272,11 +271,12 @@ class BaseModule(KeepsArguments, L.LightningModule):
 
     def _check_trainer(self, trainer: L.Trainer) -> None:
         strategy, precision = trainer.strategy, str(trainer.precision)
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and any(map(is_four_bit, self.parameters())):
+        is_plain = has_plain_weights(strategy)
+        if not is_plain and any(map(is_four_bit, self.parameters())):
             rule = "does not support 4-bit weights"
             raise OptionError("trainer.strategy", type(strategy).__name__, rule, "use ddp, or leave quantization out")
         scalars = [name for name, parameter in self.named_parameters() if parameter.ndim == 0]
-        if isinstance(strategy, ModelParallelStrategy) and scalars:
+        if not is_plain and scalars:
             rule, fix = f"cannot shard the scalar {scalars[0]}", "set learnable_temperature: false, or use ddp"
             raise OptionError("trainer.strategy", type(strategy).__name__, rule, fix)
         # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.

@@ -416,7 +416,8 @@ def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, in
     """A parameter's fragments on this rank: partition, offset in it, offset in the parameter, and size."""
     if hasattr(parameter, "ds_id"):
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = size * optimizer._get_param_partition_rank(parameter)
+        # The last ranks have only padding if a parameter has few values.
+        start = min(size * optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
         yield optimizer.fp32_partitioned_groups_flat[group], offset, start, min(size, parameter.ds_numel - start)
     elif parameter._hp_mapping is not None:
         mapping = parameter._hp_mapping

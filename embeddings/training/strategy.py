@@ -5,7 +5,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -44,12 +50,17 @@ class TrainingStrategy:
         return engine.forward_backward(step, batch, scale=scale, syncs_each=self.equal_mini_batches)
 
 
+def has_plain_weights(strategy: Strategy) -> bool:
+    """Whether it is one device or DDP; DeepSpeed's strategy is a subclass of DDP's."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+
+
 def training_strategy(strategy: Strategy) -> TrainingStrategy:
     """Return a strategy's properties. Of Lightning's, only one device and DDP support GradCache and single files."""
     if isinstance(strategy, TrainingStrategy):
         return strategy
     properties = TrainingStrategy()
-    is_supported = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    is_supported = has_plain_weights(strategy)
     properties.single_file_checkpoints = properties.supports_gradcache = properties.compiles_layers = is_supported
     properties.is_sharded = isinstance(strategy, ModelParallelStrategy)
     return properties

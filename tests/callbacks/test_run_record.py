@@ -193,10 +193,14 @@ def test_each_run_has_a_folder_and_metrics_with_any_logger(kind, tmp_path):
     assert len(set(ids)) == 2
 
 
-def test_tensorboards_files_are_in_the_runs_folder(tmp_path):
-    own, board = run_trainer(["fit", "--config", logging_to(tmp_path, Board)]).trainer.loggers
-    assert isinstance(own, RunLogger)
-    assert set(board.seen) == {own.log_dir}
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_tensorboards_files_are_in_the_runs_folder_also_after_a_resume(tmp_path):
+    path = logging_to(tmp_path, Board)
+    for words in ([], ["--ckpt_path=auto", "--trainer.max_steps=6"]):
+        own, board = run_trainer(["fit", "--config", path, *words]).trainer.loggers
+        assert isinstance(own, RunLogger)
+        assert own.log_dir == str(tmp_path / "run/lightning_logs/version_0")
+        assert set(board.seen) == {own.log_dir}
 
 
 def test_options_of_a_csv_logger_are_kept_and_a_dry_run_writes_nothing(tmp_path):

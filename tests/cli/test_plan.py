@@ -78,7 +78,11 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     assert more["arithmetic of a step, seconds"].endswith("at 0.4 of 312 TFLOP/s")
     by_epochs = [*config, "--trainer.max_steps=-1", "--trainer.max_epochs=3"]
     assert planned(capsys, *by_epochs, "--pairs=100")["steps"] == "36 (3 x 100 pairs)"
-    assert planned(capsys, *config, "--trainer.max_epochs=3", "--pairs=8")["steps"] == "3 (3 x 8 pairs)"
+    # 12 batches per epoch; the last step of each accumulates two.
+    accumulated = [*by_epochs, "--pairs=100", "--trainer.accumulate_grad_batches=5"]
+    assert planned(capsys, *accumulated)["steps"] == "9 (3 x 100 pairs)"
+    both = [*config, "--trainer.max_steps=50", "--trainer.max_epochs=3", "--pairs=100"]
+    assert planned(capsys, *both)["steps"] == "36 (3 x 100 pairs)"
     unknown = planned(capsys, *by_epochs)
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import OptionError
@@ -13,6 +13,7 @@ from embeddings.losses import InfoNCE
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import quiet_trainer
+from tests.strategies.cpu_zero import CpuZero
 from tests.strategies.fits import batches, be_launched, methods, relative_error, train
 
 # Tolerances. The bias that experts share is rounded to bfloat16 with their matrices; all else is as under DDP.
@@ -36,8 +37,9 @@ def test_with_bfloat16_and_kept_graphs_the_update_equals_ddp(name: str, folder: 
         assert relative_error(of_rank[FSDP2Strategy], of_rank[DDPStrategy], start) < METHODS[name]
 
 
-def test_a_learnable_scalar_is_rejected_before_training(folder: Path) -> None:
+@pytest.mark.parametrize("strategy", [FSDP2Strategy(), CpuZero(stage=1), CpuZero(stage=3)])
+def test_a_learnable_scalar_is_rejected_before_training(strategy: Strategy, folder: Path) -> None:
     make = partial(methods(folder)["nv-embed"], loss=InfoNCE(learnable_temperature=True))
-    module, trainer = make(), quiet_trainer(devices=2, strategy=FSDP2Strategy(), max_steps=1)
+    module, trainer = make(), quiet_trainer(devices=2, strategy=strategy, max_steps=1)
     with pytest.raises(OptionError, match=r"cannot shard the scalar loss\.log_temperature.*learnable_temperature"):
         module.check_run(trainer, module, None)

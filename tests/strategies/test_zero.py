@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from embeddings.callbacks import GradCacheCallback
-from embeddings.common import NumericError, UserError
+from embeddings.common import NumericError, OptionError, UserError
+from embeddings.strategies.sharded import _fragments
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import component, quiet_trainer, run_config, write_config
@@ -36,6 +38,34 @@ def test_zero_1_rejects_two_stages_under_gradcache(folder: Path) -> None:
             continue
         with pytest.raises(UserError, match=r"ZeRO-1 loses the gradients of the second stage.*stage to 2"):
             callback.check_run(trainer, makers[method](), None)
+
+
+def test_zero_rejects_weights_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embeddings.modules.base.is_four_bit", lambda parameter: True)
+    module = methods(folder)[METHOD]()
+    for strategy in ("auto", CpuZero(stage=2)):
+        trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
+        if strategy == "auto":
+            module.check_run(trainer, module, None)
+            continue
+        with pytest.raises(OptionError, match=r"trainer\.strategy does not support 4-bit weights, got 'CpuZero'"):
+            module.check_run(trainer, module, None)
+
+
+@pytest.mark.parametrize("num_values", [1, 5, 8])
+def test_the_parts_of_stage_3_contain_each_value_once_though_some_ranks_have_none(num_values: int) -> None:
+    values, num_ranks, parts = torch.arange(num_values), 4, []
+    for rank in range(num_ranks):
+        # DeepSpeed pads each parameter to a multiple of the number of ranks.
+        optimizer = SimpleNamespace(
+            grad_position={0: [0, 0, -(-num_values // num_ranks)]},
+            fp32_partitioned_groups_flat=[torch.zeros(8)],
+            get_param_id=lambda parameter: parameter.ds_id,
+            _get_param_partition_rank=lambda parameter, rank=rank: rank,
+        )
+        for _, _, start, size in _fragments(optimizer, SimpleNamespace(ds_id=0, ds_numel=num_values)):
+            parts.append(values.narrow(0, start, size))
+    assert torch.cat(parts).tolist() == values.tolist()
 
 
 class Weights(L.Callback):

@@ -116,6 +116,7 @@ GROUP_2 = {"memory.max": "5000\n", "memory.current": "3000\n", "memory.stat": "a
     [
         ("0::/job\n", "job", GROUP_2, 2400),
         ("0::/job\n", "", GROUP_2, 2400),  # seen from inside a container
+        ("0::/job/step/task\n", "job", GROUP_2, 2400),  # SLURM limits the job, not the task
         ("0::/job\n", "job", GROUP_2 | {"memory.max": "max\n"}, 10 * 1024),
         ("", "", {}, 10 * 1024),
     ],

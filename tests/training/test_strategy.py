@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -131,8 +137,12 @@ def test_matrices_are_gathered_in_the_autocast_dtype_but_norms_and_routers_in_fl
         (CpuZero(stage=3), True, True, True, True, True),
         (ModelParallelStrategy(), True, False, False, True, False),
         (FSDPStrategy.__new__(FSDPStrategy), False, False, False, True, False),
+        (DeepSpeedStrategy.__new__(DeepSpeedStrategy), False, False, False, True, False),
     ],
-    ids=["one device", "ddp", "fsdp2", "zero 1", "zero 2", "zero 3", "lightning's fsdp2", "lightning's fsdp"],
+    ids=[
+        *("one device", "ddp", "fsdp2", "zero 1", "zero 2", "zero 3"),
+        *("lightning's fsdp2", "lightning's fsdp", "lightning's zero"),
+    ],
 )
 def test_the_properties_of_each_strategy(
     strategy: Any, is_sharded: bool, single_file: bool, gradcache: bool, context_stage: bool, equal_mini_batches: bool
