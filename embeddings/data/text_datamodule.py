@@ -118,6 +118,11 @@ class Documents(SourceInputs):
                 if not isinstance(text, str):
                     what = f"{column} is {kind_of(text)}, expected text"
                     raise InputError(where, what, "correct the record, or leave it out")
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    what = f"{column} contains half of a character (a lone surrogate)"
+                    raise InputError(where, what, "rewrite the file as UTF-8") from None
                 yield text
 
 

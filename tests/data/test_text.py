@@ -63,6 +63,12 @@ def test_every_kind_of_file_yields_its_texts_without_blank_ones_and_is_identifie
         refused(InputError, f"bad.jsonl:{says}", list, documents(tmp_path, path=str(path)))
 
 
+def test_half_of_a_character_is_named(tmp_path):
+    (tmp_path / "cut.jsonl").write_text('{"text": "fine"}\n{"text": "fox \\ud83d"}\n')
+    says = "cut.jsonl:2: text contains half of a character"
+    refused(InputError, says, list, documents(tmp_path, path=str(tmp_path / "cut.jsonl")))
+
+
 def test_packages_and_lists_of_them_yield_source_files_without_importing_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "zoo_text"
