@@ -42,7 +42,7 @@ from embeddings.data.documented_functions import (
     sources_digest,
 )
 from embeddings.data.readers import blocks_of
-from embeddings.data.records import kind_of
+from embeddings.data.records import Cell, kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names, one_after_another
 from embeddings.data.store import converted_folder
@@ -115,6 +115,8 @@ class Documents(SourceInputs):
                     names = ", ".join(map(str, fields))[:80]
                     raise InputError(where, f"no column {column!r} among {names}", "set column in the source")
                 text = fields[column]
+                if text is None and any(isinstance(cell, Cell) for cell in fields.values()):
+                    continue  # an empty cell of a table
                 if not isinstance(text, str):
                     what = f"{column} is {kind_of(text)}, expected text"
                     raise InputError(where, what, "correct the record, or leave it out")

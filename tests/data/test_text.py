@@ -49,6 +49,8 @@ def test_every_kind_of_file_yields_its_texts_without_blank_ones_and_is_identifie
     for path in files:
         assert list(documents(tmp_path, path=path)) == expected
     assert list(documents(tmp_path, path=files)) == expected * 3
+    (tmp_path / "d.csv").write_text("id,text\n1,one fox\n2,\n3,two foxes\n")
+    assert list(documents(tmp_path, path=str(tmp_path / "d.csv"))) == expected[:2]
     one, two = documents(tmp_path, path=files[0]), documents(tmp_path, path=files[1])
     assert one.identity == documents(tmp_path, path=files[0]).identity != two.identity
     one.require_unchanged()
