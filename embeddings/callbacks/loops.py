@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
@@ -128,12 +128,15 @@ def resume_exactly(trainer: L.Trainer) -> None:
     loop = FitLoop(trainer, epochs.min_epochs, epochs.max_epochs)
     loop.epoch_loop = EpochLoop(trainer, epochs.min_steps, epochs.max_steps)
     trainer.fit_loop = loop
-    # The checkpoint that is written last contains what the others have kept. Sorting is stable.
+    # Averages are updated before they are scored, and the last checkpoint contains what the others have kept. Sorting
+    # is stable.
     any_trainer: Any = trainer
     any_trainer.callbacks.sort(key=_order)
 
 
 def _order(callback: L.Callback) -> int:
+    if isinstance(callback, WeightAveraging):
+        return -1
     if not isinstance(callback, Checkpoint):
         return 0
     return 1 if getattr(callback, "monitor", None) is not None else 2

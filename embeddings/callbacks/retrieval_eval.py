@@ -1,8 +1,11 @@
 """Retrieval scores during training, for example to choose the best checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import WeightAveraging
 
 from embeddings.callbacks.checkpoints import embedder_of
 from embeddings.common import OptionError
@@ -115,10 +118,11 @@ class RetrievalEvaluation(L.Callback):
         scores: dict[str, float] | None = None
         # With sharded weights each rank encodes the same texts, because all ranks must take part in a forward.
         if trainer.is_global_zero or training_strategy(trainer.strategy).is_sharded:
-            encoder = Encoder(embedder_of(pl_module, self))
-            size = encoder.num_context if self.context_size is None else self.context_size
-            widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
-            found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
+            with _saved_weights(trainer, pl_module):
+                encoder = Encoder(embedder_of(pl_module, self))
+                size = encoder.num_context if self.context_size is None else self.context_size
+                widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
+                found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
             scores = {metric: float(found[0].metrics[metric]) for metric in METRICS}
             for shorter in found[1:]:
                 scores |= {f"{metric}_{shorter.dimensions}": float(shorter.metrics[metric]) for metric in METRICS}
@@ -130,3 +134,18 @@ class RetrievalEvaluation(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
         return named
+
+
+@contextmanager
+def _saved_weights(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
+    """Inside, the module has the weights that a checkpoint gets: under `WeightAveraging` the averages."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averages = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+    # The callback exchanges the weights for a validation loop.
+    for average in averages:
+        average.on_validation_epoch_start(trainer, module)
+    try:
+        yield
+    finally:
+        for average in averages:
+            average.on_validation_epoch_end(trainer, module)

@@ -52,6 +52,17 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_averaged_weights_are_scored_as_they_are_saved(tmp_path, folder):
+    config = run_config(tmp_path)
+    scored = component("RetrievalEvaluation", folder=folder, every_n_steps=2)
+    config["trainer"]["callbacks"] = [scored, component("EMAWeightAveraging", decay=0.9)]
+    # The run leaves the averages in the module.
+    module = fit(tmp_path, config).model
+    expected = evaluate_folder(Encoder(module.embedder), folder).metrics["ndcg_at_10"]
+    assert scores_of(tmp_path)[4] == pytest.approx(expected, abs=1e-6)
+
+
 def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_reads_the_score(tmp_path, folder):
     config = run_config(tmp_path)
     config["trainer"] |= {"max_steps": -1, "max_epochs": 5, "limit_train_batches": 2}
