@@ -330,6 +330,7 @@ class TextDataModule(PlannedDataModule):
         check_minimum("row_length", row_length, 2)
         self.validation_sources = validation_sources
         self.row_length, self.append_eos = row_length, append_eos
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rows: RowMixture | None = None
         self._validation_rows: RowMixture | None = None
 
@@ -354,8 +355,10 @@ class TextDataModule(PlannedDataModule):
         self._check_plan(self._plan())
 
     def setup(self, stage: str | None = None) -> None:
-        if self._rows is None:
-            tokenizer = DocumentTokenizer(base_tokenizer(self._trained_module), self.append_eos)
+        base = base_tokenizer(self._trained_module)
+        # A second fit may train another module.
+        if self._rows is None or base is not self._tokenizer:
+            tokenizer, self._tokenizer = DocumentTokenizer(base, self.append_eos), base
             self._rows = self._open(self.sources, tokenizer)
             if self.validation_sources:
                 self._validation_rows = self._open(self.validation_sources, tokenizer)

@@ -255,6 +255,15 @@ def sums(rows):
     return rows.input_ids_NL.sum(1)
 
 
+def test_a_second_module_gets_the_tokens_of_its_own_tokenizer(options):
+    data, tokenizer = TextDataModule(**options), sentencepiece_tokenizer()
+    quiet_trainer(max_steps=1).fit(Ledger(content, TOKENIZER), data)
+    second, alone = Ledger(content, tokenizer), Ledger(content, tokenizer)
+    quiet_trainer(max_steps=3).fit(second, data)
+    quiet_trainer(max_steps=3).fit(alone, TextDataModule(**options))
+    assert second.rows == alone.rows
+
+
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 1), (8, 2), (9, 2), (3, 4), (17, 3)])
 def test_validation_rows_are_split_over_ranks_with_equal_numbers_of_batches(num_rows, num_ranks):
     dealt = [validation_batches(num_rows, 2, rank, num_ranks) for rank in range(num_ranks)]
