@@ -272,13 +272,14 @@ class ExportModel(_Export):
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
         embedder, record, output = embedder_of(module, self), RunRecord.of(trainer), Path(self.output).expanduser()
-        embedder.text = self._with_lengths(embedder.text)
+        text, embedder.text = embedder.text, self._with_lengths(embedder.text)
         embedder.save_pretrained(folder, card=False)
         add_golden(folder)
         for logger_of_run in trainer.loggers:
             logger_of_run.save()  # the card shows the validation scores
         facts = record.facts(num_steps) if record else None
         write_model_card(folder, embedder, facts, licence=self.licence, location=output)
+        embedder.text = text
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
         lengths: dict[str, Any] = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
