@@ -220,6 +220,14 @@ class _Export(L.Callback):
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        exports = [callback for callback in callbacks if isinstance(callback, _Export)]
+        # The best weights replace the last ones in the module.
+        for export in sorted(exports, key=lambda export: export.best) if self is exports[-1] else ():
+            export.write(trainer, pl_module)
+
+    def write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the directory."""
         strategy = training_strategy(trainer.strategy)
         if trainer.fast_dev_run or not (trainer.is_global_zero or strategy.is_sharded):  # type: ignore[attr-defined]
             return

@@ -81,6 +81,15 @@ def two_exports(folder, first, second):
     return module
 
 
+def test_the_last_weights_are_exported_beside_the_best(tmp_path):
+    two_exports(tmp_path, {"best": True}, {"best": False})
+    last = read_checkpoint(next(tmp_path.rglob("last.ckpt")))["state_dict"]
+    written = load_file(tmp_path / "second" / "model.safetensors")
+    assert all(torch.equal(value, last[f"embedder.backbone.{name}"]) for name, value in written.items())
+    best = load_file(tmp_path / "first" / "model.safetensors")
+    assert any(not torch.equal(best[name], value) for name, value in written.items())
+
+
 def test_lengths_of_an_export_do_not_change_the_model(tmp_path):
     module = two_exports(tmp_path, {"best": False, "document_max_length": 60}, {"best": False})
     lengths = [Embedder.from_pretrained(tmp_path / name).text.document_max_length for name in ("first", "second")]
