@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -122,7 +123,9 @@ class RetrievalEvaluation(L.Callback):
                 encoder = Encoder(embedder_of(pl_module, self))
                 size = encoder.num_context if self.context_size is None else self.context_size
                 widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
-                found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
+                # The name chooses the prompts.
+                options: Any = {"name": Path(self.folder).resolve().name, "context_size": size or None}
+                found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), **options)
             scores = {metric: float(found[0].metrics[metric]) for metric in METRICS}
             for shorter in found[1:]:
                 scores |= {f"{metric}_{shorter.dimensions}": float(shorter.metrics[metric]) for metric in METRICS}

@@ -52,6 +52,16 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
+def test_the_prompt_is_that_of_an_evaluation_of_the_folder(tmp_path, folder):
+    config = run_config(tmp_path)
+    # A source with the name of the folder.
+    config["data"]["init_args"]["text"]["prompts"] = {"eval": "fox dog lazy "}
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=folder, every_n_steps=2)]
+    module = fit(tmp_path, config).model
+    expected = evaluate_folder(Encoder(module.embedder), folder).metrics["ndcg_at_10"]
+    assert scores_of(tmp_path)[4] == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 def test_averaged_weights_are_scored_as_they_are_saved(tmp_path, folder):
     config = run_config(tmp_path)
