@@ -288,6 +288,9 @@ def source_parts(
     if not 0 <= temperature <= 1:
         rule = "must be from 0 to 1: it is the exponent of the size of a source"
         raise OptionError("sampler.temperature", temperature, rule, "0.3 is usual for languages")
+    if proportions != "size" and temperature != 1:
+        rule = f"cannot take effect with proportions {proportions!r}"
+        raise OptionError("sampler.temperature", temperature, rule, "leave it out, or set the proportions to size")
     if proportions == "given":
         return [1.0] * len(sizes) if weights is None else weights
     if weights is not None and len(set(weights)) > 1:
