@@ -56,6 +56,12 @@ class RetrievalEvaluation(L.Callback):
         self._scores: dict[int, float] = {}
 
     def check_before_model(self, trainer: L.Trainer) -> None:
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for other in callbacks:
+            if isinstance(other, RetrievalEvaluation) and other is not self and other.name == self.name:
+                rule = f"must differ between {self.folder} and {other.folder}"
+                fix = "name one of them, or leave one out"
+                raise OptionError("RetrievalEvaluation.name", self.name, rule, fix)
         if self._data is None:
             self._data = read_retrieval_folder(self.folder)
 

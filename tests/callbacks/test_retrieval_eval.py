@@ -120,6 +120,18 @@ def test_an_error_in_the_folder_or_an_option_ends_the_run_before_its_first_step(
         scored_run(tmp_path, folder=str(folder))
 
 
+def test_two_folders_need_two_names(tmp_path, folder):
+    config, other = run_config(tmp_path), write_retrieval_folder(tmp_path / "other")
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=str(each)) for each in (folder, other)]
+    with pytest.raises(
+        OptionError, match=r"RetrievalEvaluation\.name must differ between .*eval and .*other, got 'val'"
+    ):
+        fit(tmp_path, config)
+    config["trainer"]["callbacks"][1]["init_args"]["name"] = "other"
+    fit(tmp_path, config)
+    assert logged_rows(tmp_path, "other/ndcg_at_10")
+
+
 def test_a_run_that_only_lowered_the_score_ends_with_a_warning(tmp_path, folder, caplog, monkeypatch):
     scores = iter([0.9, 0.3, 0.5])
 
