@@ -220,6 +220,14 @@ class _Export(L.Callback):
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        exports = [callback for callback in callbacks if isinstance(callback, _Export)]
+        # The best weights replace the last ones in the module.
+        for export in sorted(exports, key=lambda export: export.best) if self is exports[-1] else ():
+            export.write(trainer, pl_module)
+
+    def write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the directory."""
         strategy = training_strategy(trainer.strategy)
         if trainer.fast_dev_run or not (trainer.is_global_zero or strategy.is_sharded):  # type: ignore[attr-defined]
             return
@@ -272,13 +280,14 @@ class ExportModel(_Export):
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
         embedder, record, output = embedder_of(module, self), RunRecord.of(trainer), Path(self.output).expanduser()
-        embedder.text = self._with_lengths(embedder.text)
+        text, embedder.text = embedder.text, self._with_lengths(embedder.text)
         embedder.save_pretrained(folder, card=False)
         add_golden(folder)
         for logger_of_run in trainer.loggers:
             logger_of_run.save()  # the card shows the validation scores
         facts = record.facts(num_steps) if record else None
         write_model_card(folder, embedder, facts, licence=self.licence, location=output)
+        embedder.text = text
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
         lengths: dict[str, Any] = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}

@@ -15,6 +15,7 @@ from embeddings.common.process import logger
 from embeddings.common.progress import LINE_SECONDS, progress_bar, stop_reporting
 from embeddings.common.protocols import RunData
 from embeddings.common.types import Prediction
+from embeddings.data.samplers.base import steps_of_batches
 from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.models.pooling import plain_backbone
 from embeddings.training.gradcache import (
@@ -47,9 +48,10 @@ class StepProgress(TQDMProgressBar):
 
     def init_train_tqdm(self) -> Any:
         """The bar of the whole run, without a total if the run has no limit."""
-        total = self.trainer.estimated_stepping_batches
+        # Lightning's estimate ignores a `GradientAccumulationScheduler`.
+        batches = self.trainer.num_training_batches
         return progress_bar(
-            int(total) if 0 <= total < float("inf") else None,
+            steps_of_batches(self.trainer, int(batches) if batches < float("inf") else None),
             "training",
             "step",
             delay=0,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -56,6 +57,12 @@ class RetrievalEvaluation(L.Callback):
         self._scores: dict[int, float] = {}
 
     def check_before_model(self, trainer: L.Trainer) -> None:
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for other in callbacks:
+            if isinstance(other, RetrievalEvaluation) and other is not self and other.name == self.name:
+                rule = f"must differ between {self.folder} and {other.folder}"
+                fix = "name one of them, or leave one out"
+                raise OptionError("RetrievalEvaluation.name", self.name, rule, fix)
         if self._data is None:
             self._data = read_retrieval_folder(self.folder)
 
@@ -119,11 +126,13 @@ class RetrievalEvaluation(L.Callback):
         scores: dict[str, float] | None = None
         # With sharded weights each rank encodes the same texts, because all ranks must take part in a forward.
         if trainer.is_global_zero or training_strategy(trainer.strategy).is_sharded:
-            with _averaged_weights(trainer, pl_module):
+            with _saved_weights(trainer, pl_module):
                 encoder = Encoder(embedder_of(pl_module, self))
                 size = encoder.num_context if self.context_size is None else self.context_size
                 widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
-                found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
+                # The name chooses the prompts.
+                options: Any = {"name": Path(self.folder).resolve().name, "context_size": size or None}
+                found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), **options)
             scores = {metric: float(found[0].metrics[metric]) for metric in METRICS}
             for shorter in found[1:]:
                 scores |= {f"{metric}_{shorter.dimensions}": float(shorter.metrics[metric]) for metric in METRICS}
@@ -138,14 +147,15 @@ class RetrievalEvaluation(L.Callback):
 
 
 @contextmanager
-def _averaged_weights(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
-    """Inside, the module has the averages of Lightning's callback, as in a validation loop."""
+def _saved_weights(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
+    """Inside, the module has the weights that a checkpoint gets: under `WeightAveraging` the averages."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averaging = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
-    for callback in averaging:
-        callback.on_validation_epoch_start(trainer, module)
+    averages = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+    # The callback exchanges the weights for a validation loop.
+    for average in averages:
+        average.on_validation_epoch_start(trainer, module)
     try:
         yield
     finally:
-        for callback in averaging:
-            callback.on_validation_epoch_end(trainer, module)
+        for average in averages:
+            average.on_validation_epoch_end(trainer, module)

@@ -345,6 +345,7 @@ class EmbeddingDataModule(PlannedDataModule):
         self.has_surrogates = any(source.surrogate_vectors is not None for source in sources)
         self.has_scores = None if any(source.conversion == "pairs" for source in sources) else False
         self._mixture: Mixture | None = None
+        self._template = self.text.instruction_template
 
     def check_before_model(self, trainer: Trainer) -> None:
         """Check files and surrogate vectors."""
@@ -389,8 +390,10 @@ class EmbeddingDataModule(PlannedDataModule):
                 warn_of_unscored_negatives(source)
 
     def setup(self, stage: str | None = None) -> None:
-        if self._mixture is None:
-            text = self._text_of(self._trained_module)
+        text = self._text_of(self._trained_module)
+        # A second fit may train a module with another template, which the examples contain.
+        if self._mixture is None or text.instruction_template != self._template:
+            self._template = text.instruction_template
             sources = one_after_another("converting", self.sources)
             self._mixture = Mixture([open_source(source, self.cache_dir, text) for source in sources])
             self.has_scores = self._mixture.has_scores

@@ -42,7 +42,7 @@ from embeddings.data.documented_functions import (
     sources_digest,
 )
 from embeddings.data.readers import blocks_of
-from embeddings.data.records import kind_of
+from embeddings.data.records import Cell, kind_of
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names, one_after_another
 from embeddings.data.store import converted_folder
@@ -115,9 +115,16 @@ class Documents(SourceInputs):
                     names = ", ".join(map(str, fields))[:80]
                     raise InputError(where, f"no column {column!r} among {names}", "set column in the source")
                 text = fields[column]
+                if text is None and any(isinstance(cell, Cell) for cell in fields.values()):
+                    continue  # an empty cell of a table
                 if not isinstance(text, str):
                     what = f"{column} is {kind_of(text)}, expected text"
                     raise InputError(where, what, "correct the record, or leave it out")
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    what = f"{column} contains half of a character (a lone surrogate)"
+                    raise InputError(where, what, "rewrite the file as UTF-8") from None
                 yield text
 
 
@@ -323,6 +330,7 @@ class TextDataModule(PlannedDataModule):
         check_minimum("row_length", row_length, 2)
         self.validation_sources = validation_sources
         self.row_length, self.append_eos = row_length, append_eos
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rows: RowMixture | None = None
         self._validation_rows: RowMixture | None = None
 
@@ -347,8 +355,10 @@ class TextDataModule(PlannedDataModule):
         self._check_plan(self._plan())
 
     def setup(self, stage: str | None = None) -> None:
-        if self._rows is None:
-            tokenizer = DocumentTokenizer(base_tokenizer(self._trained_module), self.append_eos)
+        base = base_tokenizer(self._trained_module)
+        # A second fit may train another module.
+        if self._rows is None or base is not self._tokenizer:
+            tokenizer, self._tokenizer = DocumentTokenizer(base, self.append_eos), base
             self._rows = self._open(self.sources, tokenizer)
             if self.validation_sources:
                 self._validation_rows = self._open(self.validation_sources, tokenizer)

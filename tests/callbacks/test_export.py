@@ -8,16 +8,18 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from embeddings.callbacks.checkpoints import embedder_of
+from embeddings.callbacks.checkpoints import ExportModel, embedder_of
 from embeddings.callbacks.run_record import MODEL_RUN_FILE
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError, instruction_prompt
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
+from tests.cli.test_trainer import parts, trainer
 from tests.helpers.runs import component, fit, run_config, write_retrieval_folder
 from tests.modules.language_runs import language_config
 
@@ -68,6 +70,31 @@ def test_the_best_or_the_last_weights_are_written_with_a_card_and_the_export_len
     assert cli.datamodule.text.document_max_length != 60
     written = Embedder.from_pretrained(tmp_path / "model").text
     assert written == replace(cli.datamodule.text, document_max_length=60)
+
+
+def two_exports(folder, first, second):
+    """A run of `Trainer` with two exports whose best weights are not the last ones; returns the module."""
+    kept = ModelCheckpoint(monitor="train/loss", mode="max", every_n_train_steps=1, filename="best")
+    exports = [ExportModel(str(folder / "first"), **first), ExportModel(str(folder / "second"), **second)]
+    module, data = parts(folder)
+    trainer(folder, 4, kept, *exports).fit(module, data)
+    return module
+
+
+def test_the_last_weights_are_exported_beside_the_best(tmp_path):
+    two_exports(tmp_path, {"best": True}, {"best": False})
+    last = read_checkpoint(next(tmp_path.rglob("last.ckpt")))["state_dict"]
+    written = load_file(tmp_path / "second" / "model.safetensors")
+    assert all(torch.equal(value, last[f"embedder.backbone.{name}"]) for name, value in written.items())
+    best = load_file(tmp_path / "first" / "model.safetensors")
+    assert any(not torch.equal(best[name], value) for name, value in written.items())
+
+
+def test_lengths_of_an_export_do_not_change_the_model(tmp_path):
+    module = two_exports(tmp_path, {"best": False, "document_max_length": 60}, {"best": False})
+    lengths = [Embedder.from_pretrained(tmp_path / name).text.document_max_length for name in ("first", "second")]
+    assert lengths == [60, 16]
+    assert module.embedder.text.document_max_length == 16
 
 
 def test_a_fast_development_run_writes_nothing(tmp_path):

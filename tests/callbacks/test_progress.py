@@ -60,6 +60,13 @@ def test_the_bar_counts_optimiser_steps_over_all_epochs(tmp_path, capsys):
     assert epochs == [("1", "0"), ("2", "0"), ("3", "1"), ("4", "1")]
 
 
+@pytest.mark.filterwarnings(r"ignore:When using `Trainer\(accumulate_grad_batches != 1\)`")
+def test_the_bar_ends_at_its_total_if_the_accumulation_changes(tmp_path, capsys):
+    changing = component("GradientAccumulationScheduler", scheduling={0: 4, 1: 8})
+    run(tmp_path, callbacks=[EACH_STEP, changing], max_steps=-1, max_epochs=2)
+    assert steps_shown(capsys.readouterr().err) == ["0/3", "1/3", "2/3", "3/3"]
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_the_bar_of_a_resumed_run_starts_at_its_step(tmp_path, capsys):
     checkpoint = component("ModelCheckpoint", dirpath=str(tmp_path / "kept"), save_last=True, every_n_train_steps=2)

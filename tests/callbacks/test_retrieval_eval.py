@@ -52,14 +52,24 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
+def test_the_prompt_is_that_of_an_evaluation_of_the_folder(tmp_path, folder):
+    config = run_config(tmp_path)
+    # A source with the name of the folder.
+    config["data"]["init_args"]["text"]["prompts"] = {"eval": "fox dog lazy "}
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=folder, every_n_steps=2)]
+    module = fit(tmp_path, config).model
+    expected = evaluate_folder(Encoder(module.embedder), folder).metrics["ndcg_at_10"]
+    assert scores_of(tmp_path)[4] == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
-def test_averaged_weights_are_scored_since_they_are_saved_and_exported(tmp_path, folder):
+def test_averaged_weights_are_scored_as_they_are_saved(tmp_path, folder):
     config = run_config(tmp_path)
     scored = component("RetrievalEvaluation", folder=folder, every_n_steps=2)
     config["trainer"]["callbacks"] = [scored, component("EMAWeightAveraging", decay=0.9)]
-    cli = fit(tmp_path, config)
-    # At the end of training Lightning copies the averages into the model.
-    expected = evaluate_folder(Encoder(cli.model.embedder), folder).metrics["ndcg_at_10"]
+    # The run leaves the averages in the module.
+    module = fit(tmp_path, config).model
+    expected = evaluate_folder(Encoder(module.embedder), folder).metrics["ndcg_at_10"]
     assert scores_of(tmp_path)[4] == pytest.approx(expected, abs=1e-6)
 
 
@@ -108,6 +118,18 @@ def test_an_error_in_the_folder_or_an_option_ends_the_run_before_its_first_step(
     (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tnowhere\t1\n")
     with pytest.raises(InputError, match=r"qrels\.tsv:2"):
         scored_run(tmp_path, folder=str(folder))
+
+
+def test_two_folders_need_two_names(tmp_path, folder):
+    config, other = run_config(tmp_path), write_retrieval_folder(tmp_path / "other")
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=str(each)) for each in (folder, other)]
+    with pytest.raises(
+        OptionError, match=r"RetrievalEvaluation\.name must differ between .*eval and .*other, got 'val'"
+    ):
+        fit(tmp_path, config)
+    config["trainer"]["callbacks"][1]["init_args"]["name"] = "other"
+    fit(tmp_path, config)
+    assert logged_rows(tmp_path, "other/ndcg_at_10")
 
 
 def test_a_run_that_only_lowered_the_score_ends_with_a_warning(tmp_path, folder, caplog, monkeypatch):

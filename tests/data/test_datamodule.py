@@ -227,6 +227,24 @@ def test_a_training_killed_three_times_sees_the_plan_once(options, tmp_path, lim
     assert seen == expected[: len(seen)]
 
 
+class Templated(Ledger):
+    """A module whose initial model has text settings."""
+
+    def __init__(self, template):
+        super().__init__(lambda batch: batch.query.input_ids_T.tolist(), TOKENIZER)
+        self.text = TextSettings(instruction_template=template)
+
+
+def test_instructions_are_in_the_template_of_the_module_in_each_fit(options):
+    options["sources"] = [SourceConfig("first", options["sources"][0].path, instruction="how do I")]
+    data, alone = EmbeddingDataModule(**options), EmbeddingDataModule(**options)
+    quiet_trainer(max_steps=1).fit(Templated("pad {instruction} "), data)
+    first, second = Templated("one {instruction} "), Templated("one {instruction} ")
+    quiet_trainer(max_steps=3).fit(first, data)
+    quiet_trainer(max_steps=3).fit(second, alone)
+    assert first.rows == second.rows
+
+
 def test_a_config_can_set_every_option(options):
     first, second = (source.path for source in options["sources"])
     sampler = {"proportions": "given", "steps_per_epoch": 2}

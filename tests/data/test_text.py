@@ -49,6 +49,8 @@ def test_every_kind_of_file_yields_its_texts_without_blank_ones_and_is_identifie
     for path in files:
         assert list(documents(tmp_path, path=path)) == expected
     assert list(documents(tmp_path, path=files)) == expected * 3
+    (tmp_path / "d.csv").write_text("id,text\n1,one fox\n2,\n3,two foxes\n")
+    assert list(documents(tmp_path, path=str(tmp_path / "d.csv"))) == expected[:2]
     one, two = documents(tmp_path, path=files[0]), documents(tmp_path, path=files[1])
     assert one.identity == documents(tmp_path, path=files[0]).identity != two.identity
     one.require_unchanged()
@@ -61,6 +63,12 @@ def test_every_kind_of_file_yields_its_texts_without_blank_ones_and_is_identifie
     ):
         path = write_jsonl(tmp_path / "bad.jsonl", [{"text": "fine"}, row])
         refused(InputError, f"bad.jsonl:{says}", list, documents(tmp_path, path=str(path)))
+
+
+def test_half_of_a_character_is_named(tmp_path):
+    (tmp_path / "cut.jsonl").write_text('{"text": "fine"}\n{"text": "fox \\ud83d"}\n')
+    says = "cut.jsonl:2: text contains half of a character"
+    refused(InputError, says, list, documents(tmp_path, path=str(tmp_path / "cut.jsonl")))
 
 
 def test_packages_and_lists_of_them_yield_source_files_without_importing_them(tmp_path, monkeypatch):
@@ -245,6 +253,15 @@ def test_a_modules_task_is_applied_in_the_workers(options):
 
 def sums(rows):
     return rows.input_ids_NL.sum(1)
+
+
+def test_a_second_module_gets_the_tokens_of_its_own_tokenizer(options):
+    data, tokenizer = TextDataModule(**options), sentencepiece_tokenizer()
+    quiet_trainer(max_steps=1).fit(Ledger(content, TOKENIZER), data)
+    second, alone = Ledger(content, tokenizer), Ledger(content, tokenizer)
+    quiet_trainer(max_steps=3).fit(second, data)
+    quiet_trainer(max_steps=3).fit(alone, TextDataModule(**options))
+    assert second.rows == alone.rows
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 1), (8, 2), (9, 2), (3, 4), (17, 3)])

@@ -236,9 +236,14 @@ def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
 
     Lightning's estimate is not used: it builds the loader and loses a restored position.
     """
+    return steps_of_batches(trainer, None if batches_per_epoch is None else _batches_taken(trainer, batches_per_epoch))
+
+
+def steps_of_batches(trainer: Any, num_batches: int | None) -> int | None:
+    """As `run_steps`, from the number of batches that the trainer uses in an epoch."""
     limits = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches_per_epoch is not None:
-        num_batches, epochs = _batches_taken(trainer, batches_per_epoch), range(trainer.max_epochs)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and num_batches is not None:
+        epochs = range(trainer.max_epochs)
         limits.append(sum(-(-num_batches // accumulated_batches(trainer, epoch)) for epoch in epochs))
     return min(limits, default=None)
 
@@ -283,6 +288,9 @@ def source_parts(
     if not 0 <= temperature <= 1:
         rule = "must be from 0 to 1: it is the exponent of the size of a source"
         raise OptionError("sampler.temperature", temperature, rule, "0.3 is usual for languages")
+    if proportions != "size" and temperature != 1:
+        rule = f"cannot take effect with proportions {proportions!r}"
+        raise OptionError("sampler.temperature", temperature, rule, "leave it out, or set the proportions to size")
     if proportions == "given":
         return [1.0] * len(sizes) if weights is None else weights
     if weights is not None and len(set(weights)) > 1:

@@ -79,6 +79,7 @@ def test_the_temperature_is_the_exponent_of_the_sizes_rounded_to_twelve_digits()
         ({"temperature": -0.1}, "must be from 0 to 1"),
         ({"temperature": float("nan")}, "must be from 0 to 1"),
         ({"weights": [1.0, 2.0]}, "weight cannot take effect with proportions 'size'"),
+        ({"temperature": 0.3, "proportions": "given"}, "temperature cannot take effect with proportions 'given'"),
     ],
 )
 def test_invalid_and_ineffective_options_are_refused(options, message):
