@@ -38,6 +38,10 @@ class Command:
     positional: tuple[str, ...] = ()
     is_optional: bool = False
 
+    def load(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = resolve_name(self.target)
+        return function
+
 
 def _own(target: str, summary: str, positional: tuple[str, ...] = (), is_optional: bool = False) -> Command:
     return Command(f"embeddings.cli.{target}", summary, positional, is_optional)
@@ -174,7 +178,7 @@ def dispatch(argv: list[str]) -> None:
 def run_command(name: str, argv: Sequence[str]) -> None:
     """Parse `argv` against the command's signature and call it."""
     command = COMMANDS[name]
-    function: Callable[..., Any] = resolve_name(command.target)
+    function = command.load()
     hints = get_type_hints(function)
     groups = {parameter: hint for parameter, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parser = OneLineParser(prog=f"{program()} {name}", description=(function.__doc__ or "").strip().splitlines()[0])
