@@ -344,7 +344,7 @@ def label_path(folder: Path) -> Path:
     for number in count(1):
         path = folder / f"label_me{'' if number == 1 else f'-{number}'}.jsonl"
         try:
-            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+            rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
             is_judged = any(row["relevant"] is not None for row in rows)
         except FileNotFoundError:
             return path

@@ -2,6 +2,7 @@
 
 import math
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -238,9 +239,11 @@ def _codes(text: str) -> npt.NDArray[np.uint32]:
 
 @cache
 def _letter_hashes() -> _Uint64s:
-    r"""A random number for each character that `\w` matches, 0 for the others."""
+    r"""A random number for each character that `\w` matches or that is a mark, such as a vowel sign; else 0."""
     numbers = np.arange(1, 0x110001, dtype=np.uint64)
-    is_letter = np.fromiter((chr(code).isalnum() for code in range(len(numbers))), np.bool_, len(numbers))
+    characters = map(chr, range(len(numbers)))
+    letters = (each.isalnum() or unicodedata.category(each)[0] == "M" for each in characters)
+    is_letter = np.fromiter(letters, np.bool_, len(numbers))
     is_letter[ord("_")] = True
     return mix_bits(numbers) * is_letter
 

@@ -96,6 +96,11 @@ def test_the_similarity_is_that_of_the_sets_of_shingles(unit, first, second):
     assert marked(rule, [(first,), (second,), (first,)]).tolist() == [False, expected, True]
 
 
+def test_words_that_differ_in_vowel_signs_are_different():
+    words = ["कि", "की", "कु", "कू", "के", "को"]
+    assert marked(NearDuplicates(0.7), [(" ".join(words),), (" ".join(reversed(words)),)]).tolist() == [False, False]
+
+
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_copies_are_missed_no_more_often_than_documented(num_parts):
     generator = random.Random(3)
