@@ -246,6 +246,8 @@ class _Export(L.Callback):
 class ExportModel(_Export):
     """Writes the trained model as a sentence-transformers directory with its card when training ends.
 
+    Under ZeRO with `bf16-mixed` trained weights are the engine's, in bfloat16; `export` writes a checkpoint's float32.
+
     Args:
         output: The directory to write. It may contain a model of the same run, which is replaced.
         best: Whether to export the best checkpoint of the first `ModelCheckpoint` with a `monitor`, if there is one.

@@ -113,7 +113,7 @@ class RoutedModule(Protocol):
 class RoutingStatistics(L.Callback):
     """Logs how evenly the experts of each layer are used, at regular optimiser steps.
 
-    For a sparse layer `i`, over all tokens of the step's queries and documents on all ranks:
+    For a sparse layer `i`, over all tokens of the queries and documents of the step's last batch on all ranks:
     - `routing/load_entropy_layer_i`: entropy of the experts' token fractions divided by its maximum, 0 to 1; 1 if all
       loads are equal.
     - `routing/probability_entropy_layer_i`: the same for the router's mean probabilities.
