@@ -550,7 +550,7 @@ def use_stand_in(changes: Changes, folder: Path) -> None:
 
 
 def avoid_emulation(changes: Changes) -> None:
-    """Train in float32 on a CPU that would emulate products in bfloat16, unless the command line names a precision."""
+    """Train in float32 where products in bfloat16 would be emulated, unless the command line names a precision."""
     trainer = changes.run.trainer
     precision = mixed_precision(trainer.accelerator)
     if trainer.precision != "bf16-mixed" or precision == trainer.precision:
@@ -558,7 +558,7 @@ def avoid_emulation(changes: Changes) -> None:
     changes.set("trainer.precision", precision)
     if trainer.precision == precision:
         changes.lines[-1] += (
-            ", as this CPU has no products in bfloat16; --trainer.precision on the command line is kept"
+            ", as this device has no products in bfloat16; --trainer.precision on the command line is kept"
         )
         for name in module_class(changes.run).backbones:
             backbone = changes.run.model.init_args.get(name)

@@ -143,12 +143,16 @@ def known_accelerator(accelerator: Any) -> Any:
 
 
 def mixed_precision(accelerator: Any = AUTO) -> Literal["bf16-mixed", "32-true"]:
-    """A trainer's precision for products in bfloat16: `bf16-mixed`, but `32-true` on a CPU that would emulate them.
+    """A trainer's precision for products in bfloat16: `bf16-mixed`, but `32-true` on a device that would emulate them.
 
-    There a product in bfloat16 takes some 45 times as long as in float32 (an AMD EPYC with AVX2, torch 2.13).
+    On such a CPU a product in bfloat16 takes some 45 times as long as in float32 (an AMD EPYC with AVX2, torch 2.13).
+    GPUs before compute capability 8.0 emulate them too (V100, T4).
     """
-    is_cpu = known_accelerator(accelerator) == "cpu"
-    return "32-true" if is_cpu and not has_native_bfloat16(torch.device("cpu")) else "bf16-mixed"
+    kind = known_accelerator(accelerator)
+    if kind != "cpu" and not torch.cuda.is_available():
+        return "bf16-mixed"
+    device = torch.device("cpu" if kind == "cpu" else "cuda")
+    return "bf16-mixed" if has_native_bfloat16(device) else "32-true"
 
 
 def set_up_trainer(trainer: L.Trainer, callbacks: Sequence[L.Callback]) -> None:

@@ -293,8 +293,8 @@ class BaseModule(KeepsArguments, L.LightningModule):
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
         check_compiler(self, strategy.root_device)
         device = strategy.root_device
-        if device.type == "cpu" and precision.startswith("bf16") and not has_native_bfloat16(device):
-            logger.warning("trainer.precision %s: this CPU emulates bfloat16, 32-true is many times as fast", precision)
+        if precision.startswith("bf16") and not has_native_bfloat16(device):
+            logger.warning("trainer.precision %s: this device emulates bfloat16, use 32-true", precision)
 
     def _loss_scaler(self) -> Any:
         plugin = self.trainer.precision_plugin

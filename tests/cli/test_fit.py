@@ -249,7 +249,7 @@ def test_a_cpu_that_emulates_bfloat16_trains_in_float32_unless_the_command_line_
     changes = precision == "bf16-mixed" and not has_bfloat16 and not on_command_line
     dtypes = {torch.float32} if changes else {torch.float32, torch.bfloat16}
     assert chosen == [("32-true" if changes else precision, dtypes)]
-    says = "changed trainer.precision: bf16-mixed -> 32-true, as this CPU has no products in bfloat16"
+    says = "changed trainer.precision: bf16-mixed -> 32-true, as this device has no products in bfloat16"
     assert (says in capsys.readouterr().err) is changes
 
 

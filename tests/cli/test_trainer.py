@@ -61,11 +61,13 @@ def trainer(folder: Path, steps: int, *callbacks: L.Callback, **options: Any) ->
         ("auto", False, False, "32-true"),
         ("cpu", True, False, "32-true"),
         ("auto", False, True, "bf16-mixed"),
-        ("auto", True, False, "bf16-mixed"),
+        ("auto", True, False, "32-true"),
+        ("gpu", True, False, "32-true"),
+        ("gpu", True, True, "bf16-mixed"),
         ("gpu", False, False, "bf16-mixed"),
     ],
 )
-def test_only_a_cpu_without_bfloat16_products_computes_in_float32(
+def test_a_device_without_bfloat16_products_computes_in_float32(
     accelerator: str, has_cuda: bool, has_bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
@@ -85,7 +87,7 @@ def test_a_run_in_emulated_bfloat16_warns(
 ) -> None:
     monkeypatch.setattr("embeddings.modules.base.has_native_bfloat16", lambda device: has_bfloat16)
     trainer(tmp_path, 1, precision=precision).fit(*parts(tmp_path))
-    assert ("this CPU emulates bfloat16" in caplog.text) is (precision == "bf16-mixed" and not has_bfloat16)
+    assert ("this device emulates bfloat16" in caplog.text) is (precision == "bf16-mixed" and not has_bfloat16)
 
 
 def weights(module: L.LightningModule) -> dict[str, torch.Tensor]:
