@@ -233,18 +233,19 @@ def test_answers_are_read_back_unchanged_after_reopening(tmp_path):
         assert journal.prompt_tokens == 12
 
 
-def test_a_cut_off_answer_of_another_process_replaces_no_whole_one(tmp_path):
+def test_a_cut_off_answer_of_another_process_replaces_no_whole_or_longer_one(tmp_path):
     short, longer = (Answer("x", "length", None, 11, limit, limit) for limit in (5, 9))
     with open_journal(tmp_path, ArrayTask(1, 2)) as journal:
-        journal.append("a", short)
-        journal.append("b", longer)
+        for key, answer in {"a": short, "b": longer, "c": short}.items():
+            journal.append(key, answer)
     for _ in range(2):
         with open_journal(tmp_path, ArrayTask(0, 2)) as journal:
             journal.limit = 9
-            if journal.get("a") is None:
-                journal.append("a", FULL)
-            assert (journal.get("a"), journal.get("b")) == (FULL, longer)
-        assert len((tmp_path / "journal-00000.jsonl").read_bytes().splitlines()) == 1
+            for key, answer in {"a": FULL, "c": longer}.items():
+                if journal.get(key) is None:
+                    journal.append(key, answer)
+            assert [journal.get(key) for key in "abc"] == [FULL, longer, longer]
+        assert len((tmp_path / "journal-00000.jsonl").read_bytes().splitlines()) == 2
 
 
 @pytest.fixture
