@@ -26,7 +26,6 @@ from embeddings.common.io import (
     MANIFEST,
     METRICS_FILE,
     atomic_folder,
-    file_sha256,
     link_or_copy,
     text_hash,
     write_manifest,
@@ -117,7 +116,8 @@ def adapt(
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
     require_modules(resolve_model(model))
-    is_complete = any(chooses(content, "model") for _, content in read_configs(str(config)))
+    contents = [content for _, content in read_configs(str(config))]
+    is_complete = any(chooses(content, "model") for content in contents)
     configs = [config] if is_complete else [CONFIG, config]
     steps = Steps(output.expanduser(), model, language, seed, dry_run)
     given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
@@ -137,7 +137,7 @@ def adapt(
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
     fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}
     fields |= {"endpoint": None if endpoint is None else text_hash(endpoint)}
-    fields |= {"training_sha256": file_sha256(config)}
+    fields |= {"training": text_hash(json.dumps(contents, default=str))}
     with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
         JobFolder(steps.output, fields)
         steps.run(documents, renamed, inputs, configs, others, minutes)

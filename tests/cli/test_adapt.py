@@ -133,6 +133,12 @@ def test_other_queries_or_columns_need_a_new_folder(documents, model, capsys, mo
     monkeypatch.setattr(adapt, "run_step", lambda argv: None)
     assert run(model) == 0
     before = Path("mine/manifest.json").read_bytes()
+    Path("base.yaml").write_text("trainer: {gradient_clip_val: 1}\n")
+    Path("own.yaml").write_text("config: base.yaml\n")
+    assert run(model, "--output", "trained", "--training", "own.yaml") == 0
+    Path("base.yaml").write_text("trainer: {gradient_clip_val: 2}\n")
+    options = ["--output", "trained", "--training", "own.yaml"]
+    assert_refused(capsys, tmp_path, "field 'training' is", run, model, *options)
     for options in (["--queries", "log.jsonl"], ["--columns", "{text: body}"]):
         assert_refused(capsys, tmp_path, f"field '{options[0][2:]}' is None, expected", run, model, *options)
     assert Path("mine/manifest.json").read_bytes() == before
