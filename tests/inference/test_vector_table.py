@@ -67,6 +67,15 @@ def test_columns_and_parquet_input_and_missing_fields(encoder, tmp_path):
     assert set(json.loads(both[1]["metadata"][0].as_py())) == {"vector"}
 
 
+def test_metadata_is_json_whatever_the_fields_contain(encoder, tmp_path):
+    corpus = tmp_path / "rows.jsonl"
+    odd = '{"text": "a", "n": NaN, "list": [1, -Infinity, {"x": NaN}], "half": "\\ud800."}\n{"text": "b", "n": NaN}\n'
+    corpus.write_text(odd)
+    rows = pq.read_table(encode_table(encoder, corpus, tmp_path / "out.parquet").path).to_pylist()
+    assert json.loads(rows[0]["metadata"]) == {"list": [1, None, {"x": None}], "half": "?."}
+    assert rows[1]["metadata"] is None
+
+
 def test_a_killed_call_resumes_and_a_finished_file_is_not_written_again(encoder, tmp_path, monkeypatch):
     corpus, output = write_passages(tmp_path / "passages.jsonl"), tmp_path / "out.parquet"
     write, done = module._write_shard, []
