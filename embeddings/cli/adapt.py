@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from embeddings.adaptation.model_queries import QueryModel
-from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings
+from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings, content_of
 from embeddings.adaptation.rankings import vector_folder
 from embeddings.adaptation.real_queries import REAL, deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
@@ -71,7 +71,8 @@ def adapt(
 
     Runs `passages`, `queries`, `mine`, `fit`, `interpolate`, `compare`, `encode` and `index`, and prints each command,
     which can be run by itself. A trained model is recommended only by at least 50 real queries (`--queries`). To
-    resume, run the same command again: finished steps are kept. Documents that changed since need a new folder.
+    resume, run the same command again: finished steps are kept. Documents or queries that changed since need a new
+    folder.
 
     Args:
         documents: A folder of documents, or a file (see `passages`).
@@ -135,6 +136,7 @@ def adapt(
     fields |= {"columns": columns}
     # Other queries hold out other documents. The address of an endpoint may contain a password.
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
+    fields |= {"queries_sha256": None if queries is None else content_of(queries.expanduser())}
     fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}
     fields |= {"endpoint": None if endpoint is None else text_hash(endpoint)}
     fields |= {"training": text_hash(json.dumps(contents, default=str))}

@@ -142,6 +142,11 @@ def test_other_queries_or_columns_need_a_new_folder(documents, model, capsys, mo
     for options in (["--queries", "log.jsonl"], ["--columns", "{text: body}"]):
         assert_refused(capsys, tmp_path, f"field '{options[0][2:]}' is None, expected", run, model, *options)
     assert Path("mine/manifest.json").read_bytes() == before
+    # With other judgements the trained model may have seen queries that are now tested.
+    options = ["--output", "judged", "--queries", "log.jsonl"]
+    assert run(model, *options) == 0
+    write_rows(Path("log.jsonl"), [{"query": "what", "file": documents[-1]["document"]}])
+    assert_refused(capsys, tmp_path, "field 'queries_sha256' differs", run, model, *options)
 
 
 def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch):
