@@ -47,7 +47,7 @@ def encode_table(
     `encode_corpus` in the folder `OUTPUT.work`, where a killed call resumes; it may be deleted afterwards. A finished
     file is not written again.
 
-    The arguments are those of `encode_corpus`; `output` is the file to write, with `NAME.manifest.json` beside it.
+    The arguments are those of `encode_corpus`; `output` is the file to write, with `OUTPUT.manifest.json` beside it.
     """
     target = Path(output)
     work = target.with_name(f"{target.name}.work")

@@ -103,6 +103,9 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert table.column_names == ["id", "title", "text", "metadata", "vector"]
     assert table["id"].to_pylist() == list(rows)
     assert not Path("mine/passages.parquet.work").exists()
+    # Both files have a manifest of their own, so that the first command can be run again.
+    kinds = [json.loads(Path(f"mine/passages.{end}.manifest.json").read_text())["kind"] for end in ("jsonl", "parquet")]
+    assert kinds == ["passages", "vector_table"]
     # A model encodes the passages once, and those of the pseudo test once.
     assert len(list(Path("mine/encoded").iterdir())) == 2 * 2 + 2 * 2
     assert "<polyline" in Path("mine/verdict/report.html").read_text()

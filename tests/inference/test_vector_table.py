@@ -50,7 +50,7 @@ def test_a_row_is_the_row_of_the_corpus_with_its_vector(encoder, tmp_path):
     expected = encoder.encode(encoded, role="document")
     np.testing.assert_allclose(np.array([row["vector"] for row in rows], np.float32), expected, atol=1e-6)
     about = json.loads(file.schema_arrow.metadata[b"embeddings"])
-    assert about["model_sha256"] == json.loads((tmp_path / "out.manifest.json").read_text())["model_sha256"]
+    assert about["model_sha256"] == json.loads((tmp_path / "out.parquet.manifest.json").read_text())["model_sha256"]
 
 
 def test_columns_and_parquet_input_and_missing_fields(encoder, tmp_path):
