@@ -45,7 +45,15 @@ _BATCH_LETTERS = 1 << 20
 _LONGEST_MEAN_WORD = 12
 _NUM_EXAMPLES, _NUM_REPEATED_EXAMPLES = 6, 3
 # Causes that are usual in a folder, and therefore only counted.
-_USUAL = ("empty", "hidden file", "folder of generated", "binary", "kind of file that is not read", "minified")
+_USUAL = (
+    "empty",
+    "hidden file",
+    "folder of generated",
+    "output of this library",
+    "binary",
+    "kind of file that is not read",
+    "minified",
+)
 
 
 @dataclass

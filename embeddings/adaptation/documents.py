@@ -34,6 +34,7 @@ from embeddings.adaptation.markup import (
 )
 from embeddings.adaptation.restructured import read_rst
 from embeddings.common.errors import InputError, MissingExtraError, require
+from embeddings.common.io import CHECKSUM, MANIFEST, read_json_or_empty
 from embeddings.common.text import one_line
 from embeddings.data.readers import blocks_of, open_reader
 from embeddings.inference.vector_folder import COLUMNS
@@ -49,6 +50,7 @@ CODE_SUFFIXES = word_set(
 _UNREAD = word_set(".css .json .lock .log .map .svg .xml .xsd .xsl .xslt .geojson .pem .crt .po .pot")
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 _JUNK_FOLDERS = word_set("node_modules bower_components __pycache__ __MACOSX venv site-packages _build")
+_OUTPUT, _MANIFEST_END = "output of this library", ".manifest.json"
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -105,7 +107,7 @@ class _Unreadable(Exception):
 def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile], list[LeftOut]]:
     """The files below a folder, or the one file, sorted by path, and what is hidden or generated.
 
-    Files of `own`, the output itself, are not documents.
+    Files of `own`, the output itself, are not documents, nor are outputs of other commands.
     """
     if not root.exists():
         raise InputError(str(root), "does not exist", "give a folder of documents, or a file")
@@ -122,21 +124,36 @@ def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile],
     for folder, subfolders, names in os.walk(root, onerror=unlisted):
         for name in [*subfolders]:
             is_link = os.path.islink(os.path.join(folder, name))
-            if is_link or name.startswith(".") or name in _JUNK_FOLDERS:
+            is_output = not is_link and _is_manifest(Path(folder, name, MANIFEST))
+            if is_link or is_output or name.startswith(".") or name in _JUNK_FOLDERS:
                 subfolders.remove(name)
                 cause = "link to a folder" if is_link else "folder of generated or hidden files"
-                leave_out(Path(folder, name), cause)
+                leave_out(Path(folder, name), _OUTPUT if is_output else cause)
+        manifests = (name for name in names if name.endswith(_MANIFEST_END) and _is_manifest(Path(folder, name)))
+        outputs = {name.removesuffix(_MANIFEST_END) for name in manifests}
+        # `passages` writes NAME.log.jsonl for NAME.jsonl.
+        logs = {name.removesuffix(".jsonl") + ".log.jsonl" for name in outputs}
+        outputs |= logs | {name + _MANIFEST_END for name in outputs}
         for path in (Path(folder, name) for name in names):
             try:
                 if path.name.startswith("."):
                     leave_out(path, "hidden file")
                 elif not path.is_file():
                     leave_out(path, "not a file", "a broken link, a pipe or a device")
-                elif path.resolve() not in own:
+                elif path.resolve() in own:
+                    continue
+                elif path.name in outputs:
+                    leave_out(path, _OUTPUT)
+                else:
                     found.append(FoundFile(_relative(path, root), path, path.stat().st_size))
             except OSError as error:
                 unlisted(error)
     return sorted(found), sorted(left_out)
+
+
+def _is_manifest(path: Path) -> bool:
+    """Whether a file is the manifest of an output of this library."""
+    return os.path.isfile(path) and CHECKSUM in read_json_or_empty(path)
 
 
 def _relative(path: Path, root: Path) -> str:

@@ -163,7 +163,7 @@ def make_queries(
         "kind": KIND,
         "recipe": RECIPE,
         "passages_sha256": file_sha256(passages) if passages.is_file() else None,
-        "log": None if log is None else _content(log),
+        "log": None if log is None else content_of(log),
         "columns": dict(columns or {}),
         "evaluation": None if evaluation is None else evaluation.sha256(),
         "settings": asdict(settings),
@@ -221,7 +221,8 @@ def make_queries(
     return report
 
 
-def _content(path: Path) -> Any:
+def content_of(path: Path) -> Any:
+    """The hash of a file, or of each file of a folder."""
     return folder_hashes(path, "**/*") if path.is_dir() else file_sha256(path) if path.is_file() else None
 
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from embeddings.adaptation.model_queries import QueryModel
-from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings
+from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings, content_of
 from embeddings.adaptation.rankings import vector_folder
 from embeddings.adaptation.real_queries import REAL, deciding_items, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
@@ -26,7 +26,6 @@ from embeddings.common.io import (
     MANIFEST,
     METRICS_FILE,
     atomic_folder,
-    file_sha256,
     link_or_copy,
     text_hash,
     write_manifest,
@@ -72,7 +71,8 @@ def adapt(
 
     Runs `passages`, `queries`, `mine`, `fit`, `interpolate`, `compare`, `encode` and `index`, and prints each command,
     which can be run by itself. A trained model is recommended only by at least 50 real queries (`--queries`). To
-    resume, run the same command again: finished steps are kept. Documents that changed since need a new folder.
+    resume, run the same command again: finished steps are kept. Documents or queries that changed since need a new
+    folder.
 
     Args:
         documents: A folder of documents, or a file (see `passages`).
@@ -117,7 +117,8 @@ def adapt(
         if path is not None and not path.expanduser().exists():
             raise InputError(str(path), "no such file or folder", f"check the path of {name}")
     require_modules(resolve_model(model))
-    is_complete = any(chooses(content, "model") for _, content in read_configs(str(config)))
+    contents = [content for _, content in read_configs(str(config))]
+    is_complete = any(chooses(content, "model") for content in contents)
     configs = [config] if is_complete else [CONFIG, config]
     steps = Steps(output.expanduser(), model, language, seed, dry_run)
     given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
@@ -135,9 +136,10 @@ def adapt(
     fields |= {"columns": columns}
     # Other queries hold out other documents. The address of an endpoint may contain a password.
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
+    fields |= {"queries_sha256": None if queries is None else content_of(queries.expanduser())}
     fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}
     fields |= {"endpoint": None if endpoint is None else text_hash(endpoint)}
-    fields |= {"training_sha256": file_sha256(config)}
+    fields |= {"training": text_hash(json.dumps(contents, default=str))}
     with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
         JobFolder(steps.output, fields)
         steps.run(documents, renamed, inputs, configs, others, minutes)

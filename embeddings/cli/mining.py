@@ -97,7 +97,7 @@ def mine(
 
     Args:
         model: The teacher, a model directory or Hub id; several as `[MODEL, MODEL]`, each of which can reject.
-        output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
+        output: The Parquet or `.jsonl` file to write, with `OUTPUT.manifest.json` and the working folder beside it.
         corpus: A file of more candidate documents, with `text` and an optional `title`, besides the records' positives.
         conversion: `pairs`: records with `query` and `positive`; `sts`: rows with `sentence1`, `sentence2` and `score`,
             of which each pair with a high score becomes two records, one in each direction.
@@ -251,7 +251,7 @@ def filter_records(
     own. The input is one source. With `--segment-by language`, records are compared only within a language.
 
     Args:
-        output: The Parquet or `.jsonl` file to write, with `NAME.manifest.json` and the working folder beside it.
+        output: The Parquet or `.jsonl` file to write, with `OUTPUT.manifest.json` and the working folder beside it.
         model: A model directory or Hub id that finds inconsistent and easy records; without it they are kept.
         decontaminate: An evaluation folder, or a folder of them; several as `[FOLDER, FOLDER]`.
         decontaminate_documents: Whether to compare with the corpora of retrieval folders, which training may use.

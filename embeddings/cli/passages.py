@@ -24,7 +24,7 @@ def passages(
 
     Args:
         documents: A folder, which is searched for files, or a file.
-        output: The `.jsonl` file to write, with `NAME.manifest.json` and `NAME.log.jsonl`.
+        output: The `.jsonl` file to write, with `NAME.jsonl.manifest.json` and `NAME.log.jsonl`.
         model: The model directory or Hub id whose tokenizer, prompt and maximum length count.
         max_tokens: Maximum number of tokens of title and text; default the model's maximum, and at most 256.
         columns: Column names of `text`, `title` or `_id` of tables, if they differ: `{text: body}`.

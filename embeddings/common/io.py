@@ -86,7 +86,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)
 

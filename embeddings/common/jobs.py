@@ -255,11 +255,12 @@ def load_shard(path: Path, mapped: bool = False) -> Any:
     return load_array(path, "delete its folder and run again", mapped)
 
 
-# Jobs that write one file, such as `NAME.parquet`, with its manifest beside it.
+# Jobs that write one file, such as `NAME.parquet`, with `NAME.parquet.manifest.json` beside it.
 
 
 def manifest_path(output: Path) -> Path:
-    return output.with_suffix(".manifest.json")
+    # Not `NAME.manifest.json`, which `NAME.jsonl` would have too.
+    return output.with_name(f"{output.name}.manifest.json")
 
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -81,8 +81,10 @@ class TopKSearch:
             self._tiles.add_tile(torch.from_numpy(tile).to(self._device))
 
     def result(self) -> TopK:
-        best = self._tiles.result()
-        return best if self._tie_order_N is None else TopK(best.score_QK, self._tie_order_N[best.index_QK])
+        score_QK, rank_QK = self._tiles.result()
+        if self._tie_order_N is None:
+            return TopK(score_QK, rank_QK)
+        return TopK(score_QK, np.where(rank_QK < 0, -1, self._tie_order_N[rank_QK]))
 
 
 def require_top_k(top_k: int) -> None:

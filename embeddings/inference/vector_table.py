@@ -47,7 +47,7 @@ def encode_table(
     `encode_corpus` in the folder `OUTPUT.work`, where a killed call resumes; it may be deleted afterwards. A finished
     file is not written again.
 
-    The arguments are those of `encode_corpus`; `output` is the file to write, with `NAME.manifest.json` beside it.
+    The arguments are those of `encode_corpus`; `output` is the file to write, with `OUTPUT.manifest.json` beside it.
     """
     target = Path(output)
     work = target.with_name(f"{target.name}.work")
@@ -114,6 +114,10 @@ def _rows(corpus: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None
     names = pq.read_schema(fspath(corpus)).names if is_parquet else [text, title, identifier]
     for _, fields in open_reader(corpus, names, (text,)):
         used = text, title, "id" if identifier == "_id" and "_id" not in fields else identifier
-        others = {name: value for name, value in fields.items() if name not in used and value is not None}
-        metadata = json.dumps(others, ensure_ascii=False, default=str) if others else None
+        unused = {name: value for name, value in fields.items() if name not in used}
+        # UTF-8 has no halves of a character, and JSON no NaN.
+        content = json.dumps(unused, ensure_ascii=False, default=str).encode("utf-8", "replace")
+        values = json.loads(content, parse_constant=lambda _: None)
+        others = {name: value for name, value in values.items() if value is not None}
+        metadata = json.dumps(others, ensure_ascii=False) if others else None
         yield fields.get(title), fields[text], metadata

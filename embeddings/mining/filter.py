@@ -299,8 +299,8 @@ def filter_pairs(
 ) -> FilterReport:
     """Write the remaining records of a source, with all fields and in their order, to a Parquet or `.jsonl` file.
 
-    The output is a source again; columns that are not fields of a record are dropped. Beside `NAME.parquet` are
-    `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted when the output is complete. Its
+    The output is a source again; columns that are not fields of a record are dropped. Beside `OUTPUT` are
+    `OUTPUT.manifest.json` and the folder `OUTPUT.work`, which may be deleted when the output is complete. Its
     `reasons.npy` has for each record the number of the rule that removed it, from 1, or 0.
 
     A killed run resumes at the first missing shard, and the tasks of an array share the shards: the bytes are the same.

@@ -260,7 +260,7 @@ def mine_negatives(
 
     The output is a source again: the fields of the records with new `negatives` (hardest first; with `levels` objects
     of `text` and `level`), `negative_scores` and `positive_scores` (means over the teachers), and a reranker's `scores`
-    of positives, then negatives. `NAME.manifest.json` has the report; the folder `NAME.parquet.work` may be deleted.
+    of positives, then negatives. `OUTPUT.manifest.json` has the report; the folder `OUTPUT.work` may be deleted.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards and the last one writes the
     file; the bytes are the same except for the rounding of vectors (see `encode_pairs`).

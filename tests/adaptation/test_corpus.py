@@ -10,6 +10,7 @@ from embeddings.adaptation import Splitter, TokenCounter, write_passages
 from embeddings.adaptation.corpus import log_path
 from embeddings.common import TextSettings
 from embeddings.common.errors import InputError
+from embeddings.common.io import write_json_lines, write_manifest
 from embeddings.common.jobs import manifest_path
 from embeddings.inference.vector_folder import read_corpus
 from tests.helpers.interrupts import interrupted_at
@@ -223,3 +224,15 @@ def test_the_output_is_no_document(write, tmp_path, splitter):
     output = tmp_path / "docs" / "passages.jsonl"
     for _ in range(2):
         assert write_passages(tmp_path / "docs", output, splitter).num_documents == 1
+
+
+def test_outputs_of_earlier_commands_are_no_documents(write, tmp_path, splitter):
+    docs = tmp_path / "docs"
+    write({"a.md": words("alpha"), "passages.md": words("beta"), "web/manifest.json": "{}", "web/b.md": words("gamma")})
+    write_passages(docs, docs / "passages.jsonl", splitter)
+    write_json_lines(docs / "queries" / "evaluation" / "queries.jsonl", [{"_id": "q", "text": words("delta")}])
+    write_manifest(docs / "queries", {"kind": "queries"})
+    report, rows = write({})
+    assert {row["file"] for row in rows} == {"a.md", "passages.md", "web/b.md"}
+    assert report.left_out["output of this library"] == 4
+    assert {line["file"] for line in log(report)} >= {"queries", "passages.jsonl", "passages.log.jsonl"}

@@ -103,6 +103,9 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert table.column_names == ["id", "title", "text", "metadata", "vector"]
     assert table["id"].to_pylist() == list(rows)
     assert not Path("mine/passages.parquet.work").exists()
+    # Both files have a manifest of their own, so that the first command can be run again.
+    kinds = [json.loads(Path(f"mine/passages.{end}.manifest.json").read_text())["kind"] for end in ("jsonl", "parquet")]
+    assert kinds == ["passages", "vector_table"]
     # A model encodes the passages once, and those of the pseudo test once.
     assert len(list(Path("mine/encoded").iterdir())) == 2 * 2 + 2 * 2
     assert "<polyline" in Path("mine/verdict/report.html").read_text()
@@ -133,9 +136,20 @@ def test_other_queries_or_columns_need_a_new_folder(documents, model, capsys, mo
     monkeypatch.setattr(adapt, "run_step", lambda argv: None)
     assert run(model) == 0
     before = Path("mine/manifest.json").read_bytes()
+    Path("base.yaml").write_text("trainer: {gradient_clip_val: 1}\n")
+    Path("own.yaml").write_text("config: base.yaml\n")
+    assert run(model, "--output", "trained", "--training", "own.yaml") == 0
+    Path("base.yaml").write_text("trainer: {gradient_clip_val: 2}\n")
+    options = ["--output", "trained", "--training", "own.yaml"]
+    assert_refused(capsys, tmp_path, "field 'training' is", run, model, *options)
     for options in (["--queries", "log.jsonl"], ["--columns", "{text: body}"]):
         assert_refused(capsys, tmp_path, f"field '{options[0][2:]}' is None, expected", run, model, *options)
     assert Path("mine/manifest.json").read_bytes() == before
+    # With other judgements the trained model may have seen queries that are now tested.
+    options = ["--output", "judged", "--queries", "log.jsonl"]
+    assert run(model, *options) == 0
+    write_rows(Path("log.jsonl"), [{"query": "what", "file": documents[-1]["document"]}])
+    assert_refused(capsys, tmp_path, "field 'queries_sha256' differs", run, model, *options)
 
 
 def test_a_second_run_keeps_finished_steps(documents, model, capsys, monkeypatch):

@@ -44,7 +44,7 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     assert "wrote 36 negatives to mined.parquet" in printed
     rows = pq.read_table("mined.parquet").to_pylist()
     assert [len(row["negatives"]) for row in rows] == [3] * 12
-    assert json.loads(Path("mined.manifest.json").read_text())["num_negatives"] == 36
+    assert json.loads(Path("mined.parquet.manifest.json").read_text())["num_negatives"] == 36
 
 
 def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(mine, tmp_path):
@@ -103,7 +103,7 @@ def test_a_teacher_without_prompts_uses_those_of_the_options(mine, model, tmp_pa
     """E5's prefixes, which its directory does not name."""
     given = ["--query-prompt", "query: ", "--document-prompt", "passage: "]
     assert mine("--num-negatives", "3", "--margin", "null", *given, "--vectors", "vectors") == 0
-    manifest = json.loads(Path("mined.manifest.json").read_text())
+    manifest = json.loads(Path("mined.parquet.manifest.json").read_text())
     wanted = ({"text": "query: "}, {"text": "passage: "})
     assert (manifest["query_prompt_name"], manifest["document_prompt_name"]) == wanted
     named = Embedder.from_pretrained(model)
@@ -274,7 +274,7 @@ def test_labelled_texts_lose_those_of_evaluation_sets(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [*EMOTIONS, EMOTIONS[1], same_text, similar])
     line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", "class_by_example"]
     assert main([*line, "--decontaminate", "evaluation", "--bm25-threshold", "0.9"]) == 0
-    removed = json.loads((tmp_path / "kept.manifest.json").read_text())["removed"]
+    removed = json.loads((tmp_path / "kept.parquet.manifest.json").read_text())["removed"]
     assert removed == {"copies": 1, "equal to an evaluation text": 2, "similar to an evaluation text": 1}
     kept = [{**row, "label": str(row["label"])} for row in (*EMOTIONS[1:5], same_text)]
     assert pq.read_table("kept.parquet").to_pylist() == kept

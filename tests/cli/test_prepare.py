@@ -125,7 +125,7 @@ def test_negatives_are_mined_by_the_teacher_with_the_data_sets_instruction(prepa
     assert [row["positive"] for row in found] == [[f"T{row} {answer(row)}"] for row in range(LIMIT)]
     assert sum(len(row["negatives"] or ()) for row in found) > 5 * LIMIT
     assert all(row["positive"][0] not in (row["negatives"] or ()) for row in found)
-    fields = json.loads(Path("out/nv_embed/fiqa.manifest.json").read_text())
+    fields = json.loads(Path("out/nv_embed/fiqa.parquet.manifest.json").read_text())
     asked = "Given a financial question, retrieve relevant passages that answer the query"
     assert fields["query_prompt_name"] == {"text": f"Instruct: {asked}\nQuery: "}
     assert (fields["rules"]["num_negatives"], fields["rules"]["margin"]) == (7, 0.95)
@@ -140,17 +140,17 @@ def test_negatives_are_mined_by_the_teacher_with_the_data_sets_instruction(prepa
     found = rows("out/nv_embed/sts12.parquet")
     both = [(question(0), [answer(0)]), (answer(0), [question(0)])]
     assert [(row["query"], row["positive"]) for row in found[:2]] == both
-    fields = json.loads(Path("out/nv_embed/sts12.manifest.json").read_text())
+    fields = json.loads(Path("out/nv_embed/sts12.parquet.manifest.json").read_text())
     assert fields["document_prompt_name"] == fields["query_prompt_name"]
     assert fields["query_prompt_name"]["text"].startswith("Instruct: Retrieve semantically similar text.")
 
 
 def test_web_pages_are_filtered_and_released_pairs_are_not(prepare):
     assert prepare("moe", "--stage", "pretrain", "--only", "mc4_ar,agnews") == 0
-    fields = json.loads(Path("out/moe_pretrain/mc4_ar.manifest.json").read_text())
+    fields = json.loads(Path("out/moe_pretrain/mc4_ar.parquet.manifest.json").read_text())
     assert (fields["kind"], fields["rules"]["top_k"]) == ("filtered pairs", 2)
     assert fields["rules"]["query_prompt_name"] == {"text": "query: "}
-    assert json.loads(Path("out/moe_pretrain/agnews.manifest.json").read_text())["kind"] == "public data"
+    assert json.loads(Path("out/moe_pretrain/agnews.parquet.manifest.json").read_text())["kind"] == "public data"
 
 
 def test_a_curriculums_negatives_have_levels(prepare):

@@ -20,6 +20,7 @@ from embeddings.common.io import (
     check_manifest,
     check_vectors,
     file_lock,
+    link_or_copy,
     load_array,
     read_metrics,
     remove_abandoned,
@@ -47,6 +48,15 @@ def test_a_write_is_atomic_and_a_failure_keeps_only_the_old_file(tmp_path):
         fail_half_way()
     assert target.read_text() == "old"
     assert [path.name for path in target.parent.iterdir()] == ["value.json"]
+
+
+def test_a_link_of_a_relative_symbolic_link_is_its_file(tmp_path):
+    (tmp_path / "blob").write_text("text")
+    (tmp_path / "name").symlink_to("blob")
+    (tmp_path / "other").mkdir()
+    link_or_copy(tmp_path / "name", tmp_path / "other" / "name")
+    assert (tmp_path / "other" / "name").read_text() == "text"
+    assert not (tmp_path / "other" / "name").is_symlink()
 
 
 def test_the_mode_follows_the_umask(tmp_path):

@@ -207,11 +207,14 @@ def test_a_file_is_complete_if_its_manifest_and_content_match(tmp_path):
     output.write_text("content")
     write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(output), "count": 3})
     assert finished_manifest(output, fields)["count"] == 3
-    with pytest.raises(InputError, match=r"a\.manifest\.json: field 'seed' is 1, expected 2"):
+    with pytest.raises(InputError, match=r"a\.parquet\.manifest\.json: field 'seed' is 1, expected 2"):
         finished_manifest(output, {**fields, "seed": 2})
     output.write_text("other content")
     with pytest.raises(InputError, match="is not the file that its manifest describes; delete it"):
         finished_manifest(output, fields)
+    # An output of another format is another output.
+    assert finished_manifest(output.with_suffix(".jsonl"), {"seed": 2}) is None
+    assert manifest_path(output) != manifest_path(output.with_suffix(".jsonl"))
     manifest_path(output).unlink()
     with pytest.raises(InputError, match="already exists and has no manifest; name a new file"):
         finished_manifest(output, fields)

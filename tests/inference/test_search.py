@@ -44,6 +44,13 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
     assert found.score_QK.tolist() == scores
 
 
+def test_a_score_of_minus_infinity_is_no_document_in_any_order_of_ties():
+    documents = np.array([[1.0], [-np.inf], [2.0]], np.float32)
+    for order_N in (None, np.array([2, 1, 0])):
+        found = search_top_k(np.ones((1, 1), np.float32), documents, 3, tie_order_N=order_N)
+        assert found.index_QK.tolist() == [[2, 0, -1]]
+
+
 def search_by_hand(query, documents, top_k, multiplier):
     """The reference: documents by number of differing signs, then by row; the nearest of them by score, then by row."""
     keys = [(sum((a > 0) != (b > 0) for a, b in zip(query, row, strict=True)), n) for n, row in enumerate(documents)]

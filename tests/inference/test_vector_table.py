@@ -50,7 +50,7 @@ def test_a_row_is_the_row_of_the_corpus_with_its_vector(encoder, tmp_path):
     expected = encoder.encode(encoded, role="document")
     np.testing.assert_allclose(np.array([row["vector"] for row in rows], np.float32), expected, atol=1e-6)
     about = json.loads(file.schema_arrow.metadata[b"embeddings"])
-    assert about["model_sha256"] == json.loads((tmp_path / "out.manifest.json").read_text())["model_sha256"]
+    assert about["model_sha256"] == json.loads((tmp_path / "out.parquet.manifest.json").read_text())["model_sha256"]
 
 
 def test_columns_and_parquet_input_and_missing_fields(encoder, tmp_path):
@@ -65,6 +65,15 @@ def test_columns_and_parquet_input_and_missing_fields(encoder, tmp_path):
     assert both[0].select(["id", "text"]) == both[1].select(["id", "text"])
     np.testing.assert_array_equal(*(np.array(table["vector"].to_pylist()) for table in both))
     assert set(json.loads(both[1]["metadata"][0].as_py())) == {"vector"}
+
+
+def test_metadata_is_json_whatever_the_fields_contain(encoder, tmp_path):
+    corpus = tmp_path / "rows.jsonl"
+    odd = '{"text": "a", "n": NaN, "list": [1, -Infinity, {"x": NaN}], "half": "\\ud800."}\n{"text": "b", "n": NaN}\n'
+    corpus.write_text(odd)
+    rows = pq.read_table(encode_table(encoder, corpus, tmp_path / "out.parquet").path).to_pylist()
+    assert json.loads(rows[0]["metadata"]) == {"list": [1, None, {"x": None}], "half": "?."}
+    assert rows[1]["metadata"] is None
 
 
 def test_a_killed_call_resumes_and_a_finished_file_is_not_written_again(encoder, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_each_planted_record_is_removed_by_its_rule_and_no_other_record_is(tmp_p
     found = [parse_record(row, {}, "") for row in pq.read_table(output).to_pylist()]
     assert found == kept
     assert {record.score for record in found} >= {1 / 7, 2 / 7}
-    manifest = json.loads((output.parent / "kept.manifest.json").read_text())
+    manifest = json.loads((output.parent / "kept.parquet.manifest.json").read_text())
     assert (manifest["num_records"], manifest["num_kept"]) == (len(planted), 41)
     assert manifest["removed"] == report.removed
     assert manifest["rules"]["top_k"] == 2
@@ -119,7 +119,7 @@ def test_prompts_are_used_for_consistency_and_are_part_of_the_manifest(tmp_path,
     prompts = {"query_prompt_name": "ask", "document_prompt_name": "tell"}
     filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), **options, **prompts)
     assert given == [("query", "ask"), ("document", "tell")] * 2
-    manifest = json.loads((tmp_path / "kept.manifest.json").read_text())
+    manifest = json.loads((tmp_path / "kept.parquet.manifest.json").read_text())
     assert (manifest["rules"]["query_prompt_name"], manifest["rules"]["document_prompt_name"]) == ("ask", "tell")
     with pytest.raises(InputError, match=r"field 'rules\."):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(top_k=2), **options)
@@ -194,7 +194,7 @@ def test_only_records_of_one_language_are_compared(tmp_path, monkeypatch):
     assert report.removed == {"copies": 0, "inconsistent": 0}
     # The output has the languages for the next job.
     assert [row["language"] for row in pq.read_table(report.output).to_pylist()] == [row["language"] for row in rows]
-    assert json.loads((tmp_path / "parted.manifest.json").read_text())["rules"]["segment_by"] == "language"
+    assert json.loads((tmp_path / "parted.parquet.manifest.json").read_text())["rules"]["segment_by"] == "language"
 
 
 def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
@@ -221,7 +221,7 @@ def test_an_empty_result_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no record would remain \(1 copies, 1 equal to an evaluation text\); loosen"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), decontaminator=rule)
     assert not (tmp_path / "kept.parquet").exists()
-    assert not (tmp_path / "kept.manifest.json").exists()
+    assert not (tmp_path / "kept.parquet.manifest.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), reranker=No
 
 def outputs(folder, output):
     """The bytes of a run's output and manifest."""
-    return [(folder / name).read_bytes() for name in (output, output.replace(".parquet", ".manifest.json"))]
+    return [(folder / name).read_bytes() for name in (output, f"{output}.manifest.json")]
 
 
 def test_the_records_are_a_source_again_with_negatives_and_scores(tmp_path):
@@ -266,7 +266,7 @@ def test_mined_levels_equal_a_loop_over_all_documents(models, mine, tmp_path):
         assert part["mean_score"] == pytest.approx(np.mean(scores[level]), abs=1e-6)
     means = [part["mean_score"] for part in report.by_level.values()]
     assert means == sorted(means, reverse=True)
-    manifest = json.loads((tmp_path / "mined.manifest.json").read_text())
+    manifest = json.loads((tmp_path / "mined.parquet.manifest.json").read_text())
     assert (manifest["levels"], manifest["by_level"]) == ({"kind": "quantiles"}, report.by_level)
     mine("parts.parquet", rules=rules, models=models, task=ArrayTask(1, 2))
     assert mine("parts.parquet", rules=rules, models=models)._replace(output=report.output) == report

@@ -262,11 +262,13 @@ ROWS = [
     {"query": "q2", "positive": "nobody judged this"},
     {"query": "q0", "positive": "b"},
     {"query": "q3", "positive": "d"},
+    {"query": "q4", "positive": ["a", "nobody judged this"]},
 ]
 JUDGED = [
     *(("q0", text, grade) for text, grade in (("a", 3), ("b", 2), ("c", 3), ("d", 1), ("e", 0), ("f", 2))),
     *(("q1", text, grade) for text, grade in (("b", 3), ("d", 2), ("e", 1), ("f", -1), ("not there", 1), ("c", 4))),
     *(("q2", text, grade) for text, grade in (("a", 1), ("b", 0), ("c", 3))),
+    *(("q4", text, grade) for text, grade in (("a", 3), ("c", 1), ("e", 0))),
     ("another query", "a", 3),
 ]
 
@@ -277,7 +279,7 @@ def levels_by_loop(judged, positives):
     found = {}
     for query, own in positives.items():
         grades = {text: grade for asked, text, grade in judged if asked == query}
-        least = max(min((grades[text] for text in own if text in grades), default=0), scale[0])
+        least = max(min(grades.get(text, 0) for text in own), scale[0])
         equal = {text for text, grade in grades.items() if grade >= least} - own
         levels = {}
         for text, grade in grades.items():
@@ -295,11 +297,14 @@ def test_levels_and_judged_positives_equal_a_loop(tmp_path):
     judgments = DocumentQrels(TextQrels.of(JUDGED, "qrels"), index, "qrels")
     judged = judgments.of_queries(np.asarray(index.query_hashes), known)
     positives = {"q0": {"a", "b"}, "q1": {"b", "c"}, "q2": {"nobody judged this"}, "q3": {"d"}}
+    positives["q4"] = {"a", "nobody judged this"}
     expected = levels_by_loop([row for row in JUDGED if row[1] != "not there"], positives)
     assert expected["q0"] == ({"c", "f"}, {"d": 1, "e": 3})
     assert expected["q1"] == (set(), {"d": 1, "e": 2, "f": 3})
     assert expected["q2"] == ({"a", "c"}, {"b": 3})
-    for query, row in (("q0", 0), ("q1", 1), ("q2", 2), ("q0", 3), ("q3", 4)):
+    # A positive without a judgement may be less relevant than the judged one.
+    assert expected["q4"] == ({"c"}, {"e": 3})
+    for query, row in (("q0", 0), ("q1", 1), ("q2", 2), ("q0", 3), ("q3", 4), ("q4", 5)):
         own = judged.query_L == row
         found = zip(judged.row_L[own].tolist(), judged.level_L[own].tolist(), strict=True)
         levels = {index.document_texts([document])[0]: level for document, level in found}

@@ -69,7 +69,7 @@ run = partial(test_mine.run, rules=NegativeRules(4, None), rows=ROWS)
 def test_the_scores_equal_those_of_the_library_and_are_read_for_training(levels, output, cross_encoder, tmp_path):
     run(tmp_path, output, reranker=Reranker(cross_encoder, "cpu"), levels=levels)
     run(tmp_path, "bare.parquet", levels=levels)
-    assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())
+    assert "reranker" not in json.loads((tmp_path / "bare.parquet.manifest.json").read_text())
     if output.endswith("parquet"):
         rows = pq.read_table(tmp_path / output).to_pylist()
         assert pq.read_table(tmp_path / output).drop_columns("scores").equals(pq.read_table(tmp_path / "bare.parquet"))

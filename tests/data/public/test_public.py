@@ -68,7 +68,10 @@ def test_each_kind_is_converted_to_rows_that_training_reads(name, tmp_path):
     assert manifest["left_out"] == 0
     assert manifest["output_sha256"] == file_sha256(output)
     assert manifest["licence"] == source.licence
-    assert json.loads(output.with_suffix(".manifest.json").read_text())["source"]["repository"] == source.repository
+    assert (
+        json.loads(output.with_name(f"{output.name}.manifest.json").read_text())["source"]["repository"]
+        == source.repository
+    )
     assert rows[0] == {**dict.fromkeys(rows[0]), **CHOSEN[name][1]}
     assert question(1) in str(rows[1])
     conversion = "class_by_example" if "label" in CHOSEN[name][1] else "sts" if source.kind == "scored" else "pairs"
