@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
 
 from embeddings.callbacks.checkpoints import DurableCheckpointIO, remove_superseded
@@ -35,6 +36,15 @@ class EpochLoop(_TrainingEpochLoop):
         elif self.is_step_open:
             # Written after the validation loop, or within it: then it runs again, since its sums are not saved.
             self._skip_next_val = self.val_loop.batch_progress.is_last_batch
+
+    def reset(self) -> None:
+        """Do not count a step that an exception ended: Lightning would log all later steps under the next number."""
+        num_steps, batches = self._batches_that_stepped, self.batch_progress.current
+        assert isinstance(batches, _ProcessedTracker)
+        is_unfinished = batches.ready > batches.processed
+        super().reset()
+        if is_unfinished:
+            self._batches_that_stepped = num_steps
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
