@@ -238,6 +238,11 @@ def test_a_bad_option_is_refused_in_a_line(
     assert " fit --config " not in said.err
 
 
+def test_the_length_of_a_text_is_refused_for_rows_of_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", H100, "--recipe", "small_decoder_mntp", "--query-tokens=9"]) == 2
+    assert "query_tokens has no effect on rows of plain text, got 9; set data.row_length" in capsys.readouterr().err
+
+
 def test_the_command_line_names_no_option_of_a_method() -> None:
     options = ("first_stage", "from_scratch", "masking", "objective", "num_context", "MaskedLM", "CDE", "MoE", "MGH")
     for name in ("fit", "plan"):
