@@ -1,5 +1,6 @@
 """`plan` and `fit --check`: what a training run needs and would do, without running it."""
 
+import re
 import shutil
 import time
 from argparse import SUPPRESS
@@ -244,14 +245,15 @@ def setting_of(run: Any, gpus: int | None) -> Setting:
 
 
 def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
-    """The plan's name for the trainer's strategy."""
-    if isinstance(strategy, Namespace):
-        name, options = str(strategy.class_path), strategy.get("init_args") or {}
-        if name.endswith("ZeroStrategy"):
-            stages: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3")
-            return stages[int(options.get("stage", 2)) - 1]
-        if name.endswith("FSDP2Strategy"):
-            return "fsdp2"
+    """The plan's name for the trainer's strategy; Lightning's FSDP counts as FSDP2, and its DeepSpeed as ZeRO."""
+    options: Any = strategy.get("init_args") or {} if isinstance(strategy, Namespace) else {}
+    name = str(strategy.class_path).rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
+    if name.lower().startswith(("zero", "deepspeed")):
+        found = re.search(r"stage_(\d)", name)
+        stages: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "zero3")
+        return stages[int(found[1] if found else options.get("stage", 2))]
+    if name.lower().startswith("fsdp"):
+        return "fsdp2"
     return "ddp" if num_ranks > 1 else "single"
 
 

@@ -184,10 +184,13 @@ def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ("fsdp2", component("embeddings.strategies.FSDP2Strategy")),
         ("zero3", component("embeddings.strategies.ZeroStrategy", stage=3)),
+        ("zero1", "deepspeed_stage_1"),
+        ("fsdp2", "fsdp"),
+        ("ddp", "ddp_find_unused_parameters_true"),
     ],
 )
 def test_a_strategy_is_recognised(
-    name: str, strategy: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, strategy: str | dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(tmp_path, strategy=strategy, precision="bf16-mixed")
     assert planned(capsys, "--config", config, "--gpus=2")["GPUs"] == f"2 x H100 SXM, {name}, bf16-mixed"
