@@ -37,7 +37,7 @@ from embeddings.common.distributed import count_values, planning_for
 from embeddings.common.errors import run_checks
 from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
-from embeddings.data.samplers.base import run_steps
+from embeddings.data.samplers.base import batches_taken, run_steps
 from embeddings.data.store import borrowed_cache
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
@@ -261,15 +261,22 @@ def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | No
     """The optimiser steps of the run, as in `run_steps`, and their origin; None and a hint if data are unknown."""
     data, trainer = run.data.init_args, run.trainer
     limits = [(trainer.max_steps, "trainer.max_steps")] if trainer.max_steps > 0 else []
-    rows = [source.max_rows for source in data.get("sources") or ()]
-    if pairs is None and rows and all(rows):
+    rows, row_length = [source.max_rows for source in data.get("sources") or ()], data.get("row_length")
+    # Of plain texts they are documents.
+    if pairs is None and rows and all(rows) and row_length is None:
         pairs = sum(rows)
-    if pairs is not None and trainer.max_epochs and trainer.max_epochs > 0:
-        pairs //= int(data.get("row_length") or 1)
-        batches = pairs // (data.batch_size * setting.num_ranks)
-        steps = trainer.max_epochs * -(-batches // setting.accumulated)
-        limits.append((steps, f"{trainer.max_epochs} x {pairs:,} pairs"))
-    hint = "give --pairs, the training pairs per epoch" if pairs is None else "the run has no end"
+    keys = [f"sampler.init_args.{inner}steps_per_epoch" for inner in ("", "inner.init_args.")]
+    batches, what = next(filter(None, map(data.get, keys)), None), None
+    if batches is None and pairs is not None:
+        pairs //= int(row_length or 1)
+        batches, what = pairs // (data.batch_size * setting.num_ranks), f"{pairs:,} pairs"
+    if batches is not None and trainer.max_epochs and trainer.max_epochs > 0:
+        limit = trainer.overfit_batches or trainer.limit_train_batches
+        taken = batches if limit is None else batches_taken(limit, batches)
+        steps = trainer.max_epochs * -(-taken // setting.accumulated)
+        counted = what if what and taken == batches else f"{taken:,} batches"
+        limits.append((steps, f"{trainer.max_epochs} x {counted}"))
+    hint = "give --pairs, the training pairs per epoch" if batches is None else "the run has no end"
     return min(limits, key=lambda limit: limit[0], default=(None, hint))
 
 

@@ -83,6 +83,10 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     assert planned(capsys, *accumulated)["steps"] == "9 (3 x 100 pairs)"
     both = [*config, "--trainer.max_steps=50", "--trainer.max_epochs=3", "--pairs=100"]
     assert planned(capsys, *both)["steps"] == "36 (3 x 100 pairs)"
+    limited = [*by_epochs, "--pairs=100", "--trainer.limit_train_batches=0.5"]
+    assert planned(capsys, *limited)["steps"] == "18 (3 x 6 batches)"
+    given = [*by_epochs, "--pairs=100", "--data.sampler=BlendedBatchSampler", "--data.sampler.steps_per_epoch=7"]
+    assert planned(capsys, *given)["steps"] == "21 (3 x 7 batches)"
     unknown = planned(capsys, *by_epochs)
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
