@@ -55,7 +55,7 @@ from embeddings.models.stand_in import TINY
 from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
 from embeddings.modules.distillation import LayerTeacher, VectorTeacher, WidthMaps
 from embeddings.training.gradcache import GradCache, plain_step
-from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
+from embeddings.training.optim import Schedule, parameter_groups, replaced_options, scale_rates, state_per_weight
 from embeddings.training.plan import LossSize, Setting, Texts, trace_embedder
 from embeddings.training.strategy import has_plain_weights, shard, training_strategy
 
@@ -242,6 +242,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
             state = self.state_dict()
             own = {name: state[name] for name in self.frozen_names()}
             checkpoint |= {key: own | checkpoint[key] for key in _WEIGHTS if key in checkpoint}
+        states = checkpoint.get("optimizer_states") if self._trainer is not None else None
+        if states and (replaced := replaced_options(self._make_optimizer(), states[0])):
+            logger.warning("the optimiser continues with the checkpoint's options: %s", "; ".join(replaced))
 
     def frozen_names(self) -> set[str]:
         return frozen_weights(self) if self.frozen_base is not None else set()
