@@ -1,5 +1,6 @@
 """`plan` and `fit --check`: what a training run needs and would do, without running it."""
 
+import re
 import shutil
 import time
 from argparse import SUPPRESS
@@ -36,7 +37,7 @@ from embeddings.common.distributed import count_values, planning_for
 from embeddings.common.errors import run_checks
 from embeddings.common.text import format_table
 from embeddings.data.datamodule import PlannedDataModule
-from embeddings.data.samplers.base import run_steps
+from embeddings.data.samplers.base import batches_taken, run_steps
 from embeddings.data.store import borrowed_cache
 from embeddings.models.backbone import read_config
 from embeddings.models.moe.upcycling import parameter_counts
@@ -244,14 +245,15 @@ def setting_of(run: Any, gpus: int | None) -> Setting:
 
 
 def strategy_name(strategy: Any, num_ranks: int) -> StrategyName:
-    """The plan's name for the trainer's strategy."""
-    if isinstance(strategy, Namespace):
-        name, options = str(strategy.class_path), strategy.get("init_args") or {}
-        if name.endswith("ZeroStrategy"):
-            stages: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3")
-            return stages[int(options.get("stage", 2)) - 1]
-        if name.endswith("FSDP2Strategy"):
-            return "fsdp2"
+    """The plan's name for the trainer's strategy; Lightning's FSDP counts as FSDP2, and its DeepSpeed as ZeRO."""
+    options: Any = strategy.get("init_args") or {} if isinstance(strategy, Namespace) else {}
+    name = str(strategy.class_path).rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
+    if name.lower().startswith(("zero", "deepspeed")):
+        found = re.search(r"stage_(\d)", name)
+        stages: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "zero3")
+        return stages[int(found[1] if found else options.get("stage", 2))]
+    if name.lower().startswith("fsdp"):
+        return "fsdp2"
     return "ddp" if num_ranks > 1 else "single"
 
 
@@ -259,15 +261,22 @@ def num_steps(run: Any, setting: Setting, pairs: int | None) -> tuple[float | No
     """The optimiser steps of the run, as in `run_steps`, and their origin; None and a hint if data are unknown."""
     data, trainer = run.data.init_args, run.trainer
     limits = [(trainer.max_steps, "trainer.max_steps")] if trainer.max_steps > 0 else []
-    rows = [source.max_rows for source in data.get("sources") or ()]
-    if pairs is None and rows and all(rows):
+    rows, row_length = [source.max_rows for source in data.get("sources") or ()], data.get("row_length")
+    # Of plain texts they are documents.
+    if pairs is None and rows and all(rows) and row_length is None:
         pairs = sum(rows)
-    if pairs is not None and trainer.max_epochs and trainer.max_epochs > 0:
-        pairs //= int(data.get("row_length") or 1)
-        batches = pairs // (data.batch_size * setting.num_ranks)
-        steps = trainer.max_epochs * -(-batches // setting.accumulated)
-        limits.append((steps, f"{trainer.max_epochs} x {pairs:,} pairs"))
-    hint = "give --pairs, the training pairs per epoch" if pairs is None else "the run has no end"
+    keys = [f"sampler.init_args.{inner}steps_per_epoch" for inner in ("", "inner.init_args.")]
+    batches, what = next(filter(None, map(data.get, keys)), None), None
+    if batches is None and pairs is not None:
+        pairs //= int(row_length or 1)
+        batches, what = pairs // (data.batch_size * setting.num_ranks), f"{pairs:,} pairs"
+    if batches is not None and trainer.max_epochs and trainer.max_epochs > 0:
+        limit = trainer.overfit_batches or trainer.limit_train_batches
+        taken = batches if limit is None else batches_taken(limit, batches)
+        steps = trainer.max_epochs * -(-taken // setting.accumulated)
+        counted = what if what and taken == batches else f"{taken:,} batches"
+        limits.append((steps, f"{trainer.max_epochs} x {counted}"))
+    hint = "give --pairs, the training pairs per epoch" if batches is None else "the run has no end"
     return min(limits, key=lambda limit: limit[0], default=(None, hint))
 
 

@@ -67,11 +67,17 @@ def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Let a run that reached its maximum of steps within an epoch resume in it: Lightning calls it complete."""
+    """Correct the count of epochs, so that a resumed run trains all batches of the epoch that was begun.
+
+    Lightning calls an epoch complete if the run reached its maximum of steps within it. It would end an epoch that was
+    not started when the checkpoint was written, because it still has the previous epoch's count of batches.
+    """
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if loops is None:
         return
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    for counts in (epochs["total"], epochs["current"]):
+        counts["ready"] = counts["started"]
     was_counted = epochs["current"]["ready"] > 0 and epochs["current"]["processed"] == epochs["current"]["ready"]
     if was_counted and batches["current"]["ready"] > 0 and not batches["is_last_batch"]:
         for counts in (epochs["total"], epochs["current"]):

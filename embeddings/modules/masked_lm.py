@@ -183,6 +183,9 @@ class MaskedLMModule(BaseModule):
         self, data: Any, setting: Setting, query_tokens: int | None, document_tokens: int | None
     ) -> tuple[list[Texts], LossSize]:
         length, model = int(data.row_length), self.language_model
+        for option, tokens in (("query_tokens", query_tokens), ("document_tokens", document_tokens)):
+            if tokens is not None:
+                raise OptionError(option, tokens, "has no effect on rows of plain text", "set data.row_length")
 
         def states(count: int) -> Tensor:
             ids_NL = torch.zeros(count, length, dtype=torch.int64)

@@ -52,6 +52,19 @@ class KilledIn(Callback):
         setattr(self, hook, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
+class FailsIn(Callback):
+    """Raises an error at the `number`-th call of a hook, in a run from the beginning."""
+
+    def __init__(self, hook: str, number: int) -> None:
+        self.left = number
+        setattr(self, hook, self._fail)
+
+    def _fail(self, trainer: Trainer, *_: Any) -> None:
+        self.left -= trainer.ckpt_path is None
+        if not self.left:
+            raise RuntimeError("a failure")
+
+
 class EpochAverage(WeightAveraging):
     """Averages the weights at the end of each epoch."""
 
@@ -115,6 +128,10 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"max_steps": 10},
         [component("ModelCheckpoint", every_n_epochs=1, save_last=True)],
     ),
+    "failed": (
+        {"max_epochs": 2, "max_steps": -1},
+        [component("ModelCheckpoint", every_n_train_steps=8, save_on_exception=True, filename="last")],
+    ),
     "averaged": ({"max_steps": 6}, [component("EMAWeightAveraging", decay=0.5), KEEP]),
     "averaged after each epoch": (
         {"max_epochs": 3, "max_steps": -1},
@@ -144,8 +161,9 @@ def status_of(folder: Path, config: dict[str, Any], *added: dict[str, Any]) -> i
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run leaves: weights, steps, scores by step, and the names of its checkpoints."""
-    scores = [(row["step"], row[name]) for name in ("val/ndcg_at_10", "val/loss") for row in logged_rows(folder, name)]
+    """What a run leaves: weights, steps, losses and scores by step, and the names of its checkpoints."""
+    names = ("val/ndcg_at_10", "val/loss", "train/loss")
+    scores = [(row["step"], row[name]) for name in names for row in logged_rows(folder, name)]
     return {
         "weights": torch.load(folder / "final.pt", weights_only=True),
         "steps": max(int(line) for line in (folder / "steps0.txt").read_text().split()),
@@ -202,6 +220,18 @@ def test_what_follows_the_step_of_a_checkpoint_is_done_after_a_kill(tmp_path: Pa
     found = resumed_run(tmp_path / "killed", name, after_save(7))
     assert found is not None
     assert unlike(found, expected) == []
+
+
+@pytest.mark.parametrize(("hook", "number"), [("on_train_epoch_start", 2), ("on_before_optimizer_step", 3)])
+def test_a_run_that_an_error_ends_is_resumed_with_all_of_its_steps(hook: str, number: int, tmp_path: Path) -> None:
+    name = "failed"
+    expected = whole_run(tmp_path / "whole", name)
+    config = run_in(tmp_path / "failed", name)
+    failure = component("tests.callbacks.test_loops.FailsIn", hook=hook, number=number)
+    assert status_of(tmp_path / "failed", config, failure) != 0
+    assert status_of(tmp_path / "failed", config) == 0
+    # The file that the error left remains.
+    assert set(unlike(outcome(tmp_path / "failed"), expected)) <= {"files"}
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=pytest.mark.slow)])

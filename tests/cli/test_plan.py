@@ -83,6 +83,10 @@ def test_the_options_of_plan_change_its_table(tmp_path: Path, capsys: pytest.Cap
     assert planned(capsys, *accumulated)["steps"] == "9 (3 x 100 pairs)"
     both = [*config, "--trainer.max_steps=50", "--trainer.max_epochs=3", "--pairs=100"]
     assert planned(capsys, *both)["steps"] == "36 (3 x 100 pairs)"
+    limited = [*by_epochs, "--pairs=100", "--trainer.limit_train_batches=0.5"]
+    assert planned(capsys, *limited)["steps"] == "18 (3 x 6 batches)"
+    given = [*by_epochs, "--pairs=100", "--data.sampler=BlendedBatchSampler", "--data.sampler.steps_per_epoch=7"]
+    assert planned(capsys, *given)["steps"] == "21 (3 x 7 batches)"
     unknown = planned(capsys, *by_epochs)
     assert unknown["steps"] == "not known: give --pairs, the training pairs per epoch"
     assert "hours" not in unknown
@@ -184,10 +188,13 @@ def test_a_slow_link_limits_the_step(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ("fsdp2", component("embeddings.strategies.FSDP2Strategy")),
         ("zero3", component("embeddings.strategies.ZeroStrategy", stage=3)),
+        ("zero1", "deepspeed_stage_1"),
+        ("fsdp2", "fsdp"),
+        ("ddp", "ddp_find_unused_parameters_true"),
     ],
 )
 def test_a_strategy_is_recognised(
-    name: str, strategy: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, strategy: str | dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(tmp_path, strategy=strategy, precision="bf16-mixed")
     assert planned(capsys, "--config", config, "--gpus=2")["GPUs"] == f"2 x H100 SXM, {name}, bf16-mixed"
@@ -236,6 +243,11 @@ def test_a_bad_option_is_refused_in_a_line(
     assert says in said.err
     # The hint is about `plan`, not about `fit`.
     assert " fit --config " not in said.err
+
+
+def test_the_length_of_a_text_is_refused_for_rows_of_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", H100, "--recipe", "small_decoder_mntp", "--query-tokens=9"]) == 2
+    assert "query_tokens has no effect on rows of plain text, got 9; set data.row_length" in capsys.readouterr().err
 
 
 def test_the_command_line_names_no_option_of_a_method() -> None:

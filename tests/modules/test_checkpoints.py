@@ -119,6 +119,21 @@ def differences_after_resuming(folder: Path, config: dict[str, Any], *after: int
     return {num_batches: names for num_batches, names in found.items() if names}
 
 
+def test_a_resumed_run_names_the_options_of_the_optimiser_that_it_does_not_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(tmp_path)
+    saving = component(f"{__name__}.SavesAfter", folder=str(tmp_path), after=[2])
+    config["trainer"] |= {"callbacks": [saving], "logger": False, "enable_checkpointing": False}
+    rate, words = "--model.optimizer.lr", ("--ckpt_path", str(tmp_path / "cut-2.ckpt"))
+    fit(tmp_path, config, f"{rate}=0.25")
+    with caplog.at_level("WARNING", "embeddings"):
+        fit(tmp_path, config, f"{rate}=0.25", *words)
+        assert "the optimiser continues" not in caplog.text
+        fit(tmp_path, config, f"{rate}=0.5", *words)
+    assert "the optimiser continues with the checkpoint's options: lr 0.25, not 0.5" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_stopped_within_an_accumulation_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """In a full accumulation, in an epoch's shorter last one, and in the second epoch."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from embeddings.common import OptionError
-from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
+from embeddings.training.optim import Schedule, parameter_groups, replaced_options, scale_rates, state_per_weight
 
 
 def test_vectors_have_no_weight_decay_and_frozen_parameters_are_excluded():
@@ -110,3 +110,14 @@ def test_scale_rates_scales_all_groups_during_a_warm_up() -> None:
     optimizer.step()
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.15, 0.075])
+
+
+def test_the_options_that_a_saved_state_replaces_are_named() -> None:
+    def adam(lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameter_groups(nn.Linear(2, 3)), lr=lr, weight_decay=weight_decay)
+        Schedule(warmup_steps=4).scheduler(optimizer, 8)
+        return optimizer
+
+    saved = adam(0.1, 0.5).state_dict()
+    assert replaced_options(adam(0.1, 0.5), saved) == []
+    assert replaced_options(adam(0.2, 0.3), saved) == ["lr 0.1, not 0.2", "weight_decay 0.5, not 0.3"]

@@ -73,7 +73,11 @@ class RunLength:
     def of(cls, trainer: Any, batches_per_epoch: int) -> "RunLength":
         """The length of a Lightning run over a plan with `batches_per_epoch` batches per rank."""
         accumulated = trainer.accumulate_grad_batches if _accumulation_scheduler(trainer) is None else None
-        return cls(_batches_taken(trainer, batches_per_epoch), accumulated, run_steps(trainer, batches_per_epoch))
+        return cls(
+            batches_taken(trainer.limit_train_batches, batches_per_epoch),
+            accumulated,
+            run_steps(trainer, batches_per_epoch),
+        )
 
     def step_of(self, epoch: int, batch: int) -> int:
         """Index (from 0) of the optimiser step of a batch; a step never spans two epochs."""
@@ -225,9 +229,8 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
 SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
 
 
-def _batches_taken(trainer: Any, batches_per_epoch: int) -> int:
-    """Batches per epoch under the trainer's `limit_train_batches`."""
-    limit = trainer.limit_train_batches
+def batches_taken(limit: int | float, batches_per_epoch: int) -> int:
+    """Batches per epoch under a trainer's `limit_train_batches`."""
     return min(batches_per_epoch, limit) if isinstance(limit, int) else int(batches_per_epoch * limit)
 
 
@@ -236,7 +239,9 @@ def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
 
     Lightning's estimate is not used: it builds the loader and loses a restored position.
     """
-    return steps_of_batches(trainer, None if batches_per_epoch is None else _batches_taken(trainer, batches_per_epoch))
+    if batches_per_epoch is not None:
+        batches_per_epoch = batches_taken(trainer.limit_train_batches, batches_per_epoch)
+    return steps_of_batches(trainer, batches_per_epoch)
 
 
 def steps_of_batches(trainer: Any, num_batches: int | None) -> int | None:

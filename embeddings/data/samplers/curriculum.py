@@ -121,6 +121,11 @@ class CurriculumBatchSampler(BatchSampler):
             raise OptionError("sampler.level", level, rule, "give one, or choose another order")
         self.order: LevelOrder = order
         self.fractions = EQUAL_FRACTIONS if fractions is None else _checked(fractions)
+        unequal = fractions if self.fractions != EQUAL_FRACTIONS else None
+        for name, given in (("fractions", unequal), ("total_steps", total_steps)):
+            if order == "fixed" and given is not None:
+                fix = "leave it out, or choose another order"
+                raise OptionError(f"sampler.{name}", given, "cannot take effect with order fixed", fix)
         self.level = level
         self.missing_level: MissingLevel = missing_level
         self.total_steps = total_steps

@@ -132,6 +132,11 @@ def test_a_batch_has_the_level_of_its_update_and_only_cumulative_curricula_keep_
         ({"fractions": [0.5, 0.5, 0.0, float("nan")]}, r"sampler\.fractions must be 4 numbers from 0 to 1"),
         ({"order": "fixed"}, r"sampler\.level must be from 1 \(hardest\) to 4 .* with order fixed, got None"),
         ({"order": "fixed", "level": 5}, r"sampler\.level must be from 1 .* got 5"),
+        (
+            {"order": "fixed", "level": 1, "fractions": [0, 0.5, 0.5, 0]},
+            r"sampler\.fractions cannot take effect .* fixed",
+        ),
+        ({"order": "fixed", "level": 1, "total_steps": 9}, r"sampler\.total_steps cannot take effect .* fixed, got 9"),
         ({"level": 2}, r"sampler\.level cannot take effect with order coarse_to_fine, got 2; set order: fixed"),
     ],
 )
