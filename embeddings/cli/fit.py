@@ -515,10 +515,9 @@ def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -
     """Replace the model by a tiny random one of the same architecture; if it is not known, of the model `unknown`."""
     model: Any = changes.run.model.init_args
     kind = module_class(changes.run)
-    teachers = kind.stand_in_teachers(model, folder) if unknown is None else {}
-    arguments = {**kind.stand_in_arguments(model, folder), **kind.tokenizer_arguments(model), **teachers}
+    arguments = {**kind.stand_in_arguments(model, folder), **kind.tokenizer_arguments(model)}
     for name, value in arguments.items():
-        changes.force(f"model.init_args.{name}", value)
+        changes.set(f"model.init_args.{name}", value)
     for name in kind.backbones:
         if model.get(name) is not None:
             _replace_backbone(changes, name, folder, unknown)

@@ -53,7 +53,7 @@ from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.moe.experts import Experts, shared_casts
 from embeddings.models.stand_in import TINY
 from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
-from embeddings.modules.distillation import LayerTeacher, VectorTeacher, WidthMaps, stand_in_teacher
+from embeddings.modules.distillation import LayerTeacher, VectorTeacher, WidthMaps
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, replaced_options, scale_rates, state_per_weight
 from embeddings.training.plan import LossSize, Setting, Texts, trace_embedder
@@ -89,12 +89,6 @@ class BaseModule(KeepsArguments, L.LightningModule):
     def stand_in_arguments(cls, arguments: Any, folder: Path) -> dict[str, Any]:
         """Arguments of a stand-in run, with dotted names, besides those of the backbones; may write to a folder."""
         return {}
-
-    @classmethod
-    def stand_in_teachers(cls, arguments: Any, folder: Path) -> dict[str, Any]:
-        """Arguments of a stand-in run, with dotted names, that replace its teachers; may write to a folder."""
-        has_teacher = arguments.get("loss.init_args.teacher") is not None
-        return {"loss.init_args.teacher": stand_in_teacher(arguments, folder)} if has_teacher else {}
 
     @classmethod
     def tokenizer_arguments(cls, arguments: Any) -> dict[str, Any]:

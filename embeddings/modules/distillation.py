@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,11 +13,10 @@ from embeddings.common import ContrastiveBatch, LossOutput, OptionError, PaddedT
 from embeddings.common.distributed import sum_over_ranks
 from embeddings.common.types import moved, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.models import BackboneConfig, Embedder, MeanPooling, Pooling, load_backbone, load_embedder
+from embeddings.models import Embedder, Pooling, load_embedder
 from embeddings.models.backbone import spread_layers
 from embeddings.models.bidirectional import layers
 from embeddings.models.pooling import plain_backbone
-from embeddings.models.stand_in import architecture, tiny_architecture, write_stand_in
 
 # Names of the sums over mini-batches (see `Representations.statistics`).
 _ERRORS, _TOKENS = "distillation_errors", "distillation_tokens"
@@ -165,16 +163,6 @@ class VectorTeacher(FrozenTeacher):
         plan = plan_mini_batches(tokens.lengths_N, MINI_BATCH_TOKENS)
         sorted_NS = torch.cat([self.embedder(tokens.padded(rows_n, self.embedder.pad_token_id)) for rows_n in plan])
         return torch.empty_like(sorted_NS).index_copy_(0, moved(torch.cat(plan), tokens.device), sorted_NS)
-
-
-def stand_in_teacher(arguments: Any, folder: Path) -> str:
-    """Write a tiny teacher with the architecture and the tokenizer of a stand-in run's student; returns its folder."""
-    original = architecture(arguments.get("initial_model") or arguments.backbone.name)
-    backbone, teacher = folder / "teacher_backbone", folder / "teacher"
-    write_stand_in(backbone, tiny_architecture(original))
-    model, tokenizer = load_backbone(BackboneConfig(str(backbone)))
-    Embedder(model, tokenizer, MeanPooling(model.config.hidden_size)).save_pretrained(teacher)
-    return str(teacher)
 
 
 def squared_error(state_TH: Tensor, target_TH: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """NV-Embed: a decoder without its causal mask, latent-attention pooling, two-stage instruction tuning."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -10,7 +8,7 @@ from embeddings.common.random import run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
-from embeddings.modules.distillation import LayerDistillation, LayerTeacher, WidthMaps, num_layers, stand_in_teacher
+from embeddings.modules.distillation import LayerDistillation, LayerTeacher, WidthMaps, num_layers
 from embeddings.training.optim import Schedule
 
 
@@ -42,14 +40,6 @@ class NVEmbedModule(ContrastiveModule):
     """
 
     title = "NV-Embed (Lee et al. 2024, arXiv:2405.17428)"
-
-    @classmethod
-    def stand_in_teachers(cls, arguments: Any, folder: Path) -> dict[str, Any]:
-        changed = super().stand_in_teachers(arguments, folder)
-        if arguments.get("distillation") is not None:
-            changed["distillation.teacher"] = stand_in_teacher(arguments, folder)
-            changed |= {"distillation.layers": None, "distillation.teacher_width": None}
-        return changed
 
     def __init__(
         self,

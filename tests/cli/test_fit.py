@@ -207,23 +207,6 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     assert change.startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
 
 
-@pytest.mark.parametrize(
-    ("teacher", "also"),
-    [
-        ("model.distillation.teacher", "--model.distillation.teacher_width=384"),
-        ("model.loss.teacher", "--model.loss.alpha=2"),
-    ],
-)
-def test_a_stand_in_replaces_a_teacher(teacher: str, also: str, tmp_path: Path, capsys: Any) -> None:
-    config = run_config(tmp_path)
-    config["model"]["init_args"]["loss"] = component("embeddings.losses.SimilarityDistillation", teacher="nobody/no")
-    if "loss" not in teacher:
-        config["model"]["init_args"]["loss"] = component("embeddings.losses.InfoNCE")
-    words = ["--stand-in=tiny", "--check", f"--{teacher}=nobody/nothing", also]
-    assert main(["fit", "--config", write_config(tmp_path, config), *words]) == 0
-    assert f"changed {teacher}: nobody/nothing -> " in capsys.readouterr().err
-
-
 def test_a_stand_in_replaces_the_weights_that_the_command_line_names(model, tmp_path, capsys) -> None:
     config = run_config(tmp_path)
     config["model"]["init_args"]["pooling"] = component("embeddings.models.MeanPooling")
