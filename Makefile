@@ -66,17 +66,19 @@ bench-tiny: $(STAMP)
 	$(BIN)/python -m benchmarks.run --tiny $(ONLY)
 
 # Installs the newest releases within the bounds of pyproject.toml in a separate environment, and runs the tests of the code that
-# uses their private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch.
+# uses their private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch, and
+# RELEASES=lowest-direct the oldest releases.
 CANARY = $(VENV)/canary
 TORCH_CANARY ?= $(TORCH)
+RELEASES ?= highest
 CANARY_TESTS = tests/cli/test_parser.py tests/cli/test_main.py tests/cli/test_fit.py tests/callbacks/test_run_record.py \
 	tests/callbacks/test_preemption.py tests/data/test_loader.py tests/models/test_anchor_token.py \
 	tests/models/test_bidirectional.py tests/models/test_directory.py tests/models/test_half_precision.py \
 	tests/strategies/test_fsdp.py tests/strategies/test_zero.py tests/training/test_graphs.py tests/test_end_to_end.py tests/test_wheel.py
 canary:
 	$(PYTHON) -m venv --clear $(CANARY)
-	$(CANARY)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH_CANARY)
-	$(CANARY)/bin/python -m pip install $(PIP_OPTIONS) -e ".[quickstart,cpu,dev]"
+	$(CANARY)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH_CANARY) uv
+	$(CANARY)/bin/uv pip install --quiet --python $(CANARY)/bin/python --resolution $(RELEASES) -e ".[quickstart,cpu,dev]"
 	$(CANARY)/bin/python -m pip list --format freeze
 	OMP_NUM_THREADS=1 $(CANARY)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(CANARY_TESTS)
 
