@@ -5,12 +5,10 @@ training was asked to stop. These loops run it.
 """
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -27,8 +25,6 @@ class EpochLoop(_TrainingEpochLoop):
 
     # Whether a checkpoint was loaded that was written between a step and the end of its validation loop.
     is_step_open = False
-    # The values of its step that were not logged yet.
-    unlogged: Mapping[str, float] | None = None
 
     def update_restart_stage(self) -> None:
         """Count the step of the checkpoint as complete, so that Lightning does not skip what follows it."""
@@ -54,12 +50,9 @@ class EpochLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         if self.restarted_on_last:
             if self.is_step_open:
-                connector: Any = self.trainer._logger_connector
-                if connector.should_update_logs:
-                    connector.log_metrics(self.unlogged)
                 self.val_loop.restarting = False
                 self.on_advance_end(data_fetcher)
-            self.is_step_open, self.unlogged = False, None
+            self.is_step_open = False
             self.on_iteration_done()
 
 
@@ -67,8 +60,6 @@ class FitLoop(_FitLoop):
     """Lightning's loop over epochs, whose state also contains the latest metrics and whether training was to stop."""
 
     epoch_loop: EpochLoop
-    # The optimiser step whose values were logged before its end.
-    logged_step = -1
     # Whether a checkpoint of a run was loaded that is resumed in its own folder.
     _continues_run = False
 
@@ -93,13 +84,8 @@ class FitLoop(_FitLoop):
         batches: Any = self.epoch_loop.batch_progress.current
         is_after_step = batches.ready == batches.processed == batches.completed + 1
         metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
-        # Lightning logs the values of a step after the hooks in which checkpoints are written.
-        is_last = self.trainer.training and is_after_step and not self._should_accumulate()
-        connector: Any = self.trainer._logger_connector
-        is_unlogged = is_last and self.logged_step != self.trainer.global_step
         return {
             **state,
-            "unlogged": convert_tensors_to_scalars(connector.metrics["log"]) if is_unlogged else None,
             "is_step_open": is_after_step or self.trainer.validating,
             "should_stop": self.trainer.should_stop and not _time_is_over(self.trainer),
             "metrics": metrics,
@@ -109,7 +95,6 @@ class FitLoop(_FitLoop):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         self.epoch_loop.is_step_open = state_dict.get("is_step_open", False)
-        self.epoch_loop.unlogged = state_dict.get("unlogged")
         if state_dict.get("should_stop", False):
             self.trainer.should_stop = True
             logger.info("the run of this checkpoint was asked to stop, for example by EarlyStopping: no step follows")

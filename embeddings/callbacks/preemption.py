@@ -84,8 +84,6 @@ class Preemption(L.Callback):
             connector: Any = trainer._logger_connector
             connector.on_batch_end()
             connector.update_train_step_metrics()
-            any_trainer: Any = trainer
-            any_trainer.fit_loop.logged_step = trainer.global_step
         # One checkpoint is enough, and so is one failure to write it.
         write_none_on_exception(trainer)
         writes = is_in_step and not trainer.fast_dev_run  # type: ignore[attr-defined]
