@@ -160,10 +160,13 @@ def status_of(folder: Path, config: dict[str, Any], *added: dict[str, Any]) -> i
     return in_a_child(lambda: os._exit(main(fit_words(folder, config | {"trainer": trainer}))))
 
 
+def losses_of(folder: Path) -> list[tuple[str, str]]:
+    return [(row["step"], row["train/loss"]) for row in logged_rows(folder, "train/loss")]
+
+
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run leaves: weights, steps, losses and scores by step, and the names of its checkpoints."""
-    names = ("val/ndcg_at_10", "val/loss", "train/loss")
-    scores = [(row["step"], row[name]) for name in names for row in logged_rows(folder, name)]
+    """What a run leaves: weights, steps, scores by step, and the names of its checkpoints."""
+    scores = [(row["step"], row[name]) for name in ("val/ndcg_at_10", "val/loss") for row in logged_rows(folder, name)]
     return {
         "weights": torch.load(folder / "final.pt", weights_only=True),
         "steps": max(int(line) for line in (folder / "steps0.txt").read_text().split()),
@@ -232,6 +235,7 @@ def test_a_run_that_an_error_ends_is_resumed_with_all_of_its_steps(hook: str, nu
     assert status_of(tmp_path / "failed", config) == 0
     # The file that the error left remains.
     assert set(unlike(outcome(tmp_path / "failed"), expected)) <= {"files"}
+    assert losses_of(tmp_path / "failed") == losses_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=pytest.mark.slow)])
