@@ -132,8 +132,7 @@ def find_files(root: Path, own: Collection[Path] = ()) -> tuple[list[FoundFile],
         manifests = (name for name in names if name.endswith(_MANIFEST_END) and _is_manifest(Path(folder, name)))
         outputs = {name.removesuffix(_MANIFEST_END) for name in manifests}
         # `passages` writes NAME.log.jsonl for NAME.jsonl.
-        logs = {name.removesuffix(".jsonl") + ".log.jsonl" for name in outputs}
-        outputs |= logs | {name + _MANIFEST_END for name in outputs}
+        outputs |= {name.removesuffix(".jsonl") + ".log.jsonl" for name in outputs}
         for path in (Path(folder, name) for name in names):
             try:
                 if path.name.startswith("."):

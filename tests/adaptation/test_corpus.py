@@ -234,5 +234,5 @@ def test_outputs_of_earlier_commands_are_no_documents(write, tmp_path, splitter)
     write_manifest(docs / "queries", {"kind": "queries"})
     report, rows = write({})
     assert {row["file"] for row in rows} == {"a.md", "passages.md", "web/b.md"}
-    assert report.left_out["output of this library"] == 4
+    assert report.left_out["output of this library"] == 3
     assert {line["file"] for line in log(report)} >= {"queries", "passages.jsonl", "passages.log.jsonl"}

@@ -56,22 +56,22 @@ def trainer(folder: Path, steps: int, *callbacks: L.Callback, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "has_cuda", "has_bfloat16", "expected"),
+    ("accelerator", "has_cuda", "native", "expected"),
     [
-        ("auto", False, False, "32-true"),
-        ("cpu", True, False, "32-true"),
-        ("auto", False, True, "bf16-mixed"),
-        ("auto", True, False, "32-true"),
-        ("gpu", True, False, "32-true"),
-        ("gpu", True, True, "bf16-mixed"),
-        ("gpu", False, False, "bf16-mixed"),
+        ("auto", False, "cuda", "32-true"),
+        ("cpu", True, "cuda", "32-true"),
+        ("auto", False, "cpu", "bf16-mixed"),
+        ("auto", True, "cpu", "32-true"),
+        ("gpu", True, "cpu", "32-true"),
+        ("gpu", True, "cuda", "bf16-mixed"),
+        ("gpu", False, "cpu", "bf16-mixed"),
     ],
 )
 def test_a_device_without_bfloat16_products_computes_in_float32(
-    accelerator: str, has_cuda: bool, has_bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    accelerator: str, has_cuda: bool, native: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: has_bfloat16)
+    monkeypatch.setattr("embeddings.cli.trainer.has_native_bfloat16", lambda device: device.type == native)
     assert mixed_precision(accelerator) == expected
 
 
