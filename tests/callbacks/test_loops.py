@@ -204,7 +204,7 @@ def after_save(number: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "failed"])  # it writes one checkpoint
 def test_a_run_that_is_killed_after_any_checkpoint_ends_like_a_whole_run(name: str, tmp_path: Path) -> None:
     expected, wrong = whole_run(tmp_path / "whole", name), {}
     for number in count(1):
