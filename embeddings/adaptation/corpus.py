@@ -73,6 +73,7 @@ class PassageReport:
         repeated: The most frequent of these paragraphs, with their number of documents.
         num_copies: Passages that nearly equal an earlier one.
         tokens: The least, median and largest number of tokens of a passage.
+        unknown: The share of the letters that the tokenizer does not know.
     """
 
     output: Path
@@ -87,6 +88,7 @@ class PassageReport:
     repeated: list[tuple[str, int]] = field(default_factory=list)
     num_copies: int = 0
     tokens: tuple[int, int, int] = (0, 0, 0)
+    unknown: float = 0.0
 
 
 def log_path(output: Path) -> Path:
@@ -236,6 +238,7 @@ class _Work:
         repeated = dict(zip(hash_U[count_U >= limit].tolist(), count_U[count_U >= limit].tolist(), strict=True))
         # The first document retains a repeated paragraph.
         seen: dict[int, str] = {}
+        num_unknown = splitter.counter.num_unknown
         with (
             open(self._passages, "wb") as stored,
             progress_bar(self._total_letters, "cutting passages", "letter", unit_scale=True) as bar,
@@ -252,6 +255,7 @@ class _Work:
                 if self._rule is not None and items:
                     self._signatures.append(self._rule.signatures(items))
                 bar.update(sum(len(document.text) for document in documents))
+        self._report.unknown = (splitter.counter.num_unknown - num_unknown) / self._total_letters
         for key, text in seen.items():
             self._line(cause="repeated paragraph", documents=repeated[key], text=text)
         frequent = sorted(seen, key=lambda key: -repeated[key])[:_NUM_REPEATED_EXAMPLES]

@@ -55,6 +55,9 @@ class TokenCounter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
         self.max_length = settings.document_max_length
         self._backend = copied_backend(tokenizer)
+        self._unknown = tokenizer.unk_token_id
+        # Letters within unknown tokens, of all texts whose tokens were found.
+        self.num_unknown = 0
         self._prompt = settings.prompt(None, "document")
         counting = TextTokenizer(tokenizer, settings)
         self._num_reserved = counting.num_tokens("a") - len(self._backend.encode("a"))
@@ -80,6 +83,8 @@ class TokenCounter:
             encodings = self._backend.encode_batch(pieces, add_special_tokens=False)
             for (number, first, _), encoding in zip(group, encodings, strict=True):
                 starts[number].extend(first + start for start, _ in encoding.offsets)
+                tokens = zip(encoding.ids, encoding.offsets, strict=True)
+                self.num_unknown += sum(end - start for token, (start, end) in tokens if token == self._unknown)
         return starts
 
     def lengths(self, texts: Sequence[str]) -> list[int]:

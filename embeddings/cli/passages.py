@@ -7,6 +7,9 @@ from embeddings.adaptation.corpus import DEFAULT_SIMILARITY, PassageReport
 from embeddings.common.text import format_table, one_line, shorten
 from embeddings.models.model_files import PACKAGED_NAME
 
+# A tokenizer that does not know this share of the letters does not suit the documents' language.
+_MANY_UNKNOWN = 0.05
+
 
 def passages(
     documents: Path,
@@ -51,6 +54,8 @@ def passage_summary(report: PassageReport) -> str:
         lines += [f"  {shorten(text, 80)!r} in {count} documents" for text, count in report.repeated]
     if report.num_copies:
         lines.append(f"{report.num_copies} passages left out as near copies")
+    if report.unknown >= _MANY_UNKNOWN:
+        lines.append(f"the model's tokenizer does not know {report.unknown:.0%} of the letters: choose another --model")
     least, median, largest = report.tokens
     sizes = f"{least} to {largest} tokens, median {median}"
     lines.append(

@@ -41,6 +41,18 @@ def test_passages_can_be_searched(docs, model, capsys):
     assert "p000002" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("rest", "share"), [(" fox", "64%"), (" the quick fox" * 9, "5%"), (" the quick fox" * 10, None)]
+)
+def test_many_letters_that_the_tokenizer_does_not_know_are_named(rest, share, model, capsys):
+    Path("docs").mkdir()
+    Path("docs/a.txt").write_text(f"თბილისი{rest}")
+    assert passages(model) == 0
+    line = f"the model's tokenizer does not know {share} of the letters: choose another --model\n"
+    assert ("not know" in (printed := capsys.readouterr().out)) == (share is not None)
+    assert share is None or printed.startswith(line)
+
+
 def test_ten_thousand_unreadable_files_take_few_lines(docs, model, capsys):
     for number in range(10_000):
         (docs / f"{number}.docx").write_bytes(b"no zip")
