@@ -41,7 +41,7 @@ from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
 # Increase it whenever the same passages produce different queries, so that an older output is not reused.
-RECIPE = 6
+RECIPE = 7
 # Training pairs: with the queries that documents offer, and with those that a language model wrote.
 PAIRS, MODEL_PAIRS = "pairs.jsonl", "pairs-model.jsonl"
 # Fewer passages are too few to train on.
@@ -69,8 +69,9 @@ class QuerySettings:
         held_out_share: Share of the documents that are held out; default 0.2, or 0 if real queries have judgements.
         hold_out_judged: Whether the documents with relevant passages of real queries are held out too.
         training_share: Share of the judged real queries that are trained on. Queries about one document are on one
-            side; passages that answer the others are not trained on, unless `hold_out_judged` is off. Default: two
-            thirds of what is not for validation (0.5) if 500 queries are judged, else 0.
+            side, but for those of one document; passages that answer the others are not trained on, unless
+            `hold_out_judged` is off. Default: two thirds of what is not for validation (0.5) if 500 queries are judged,
+            else 0.
         validation_share: Share of the judged real queries that are for validation; the rest is the test.
         per_passage: Maximum sentences, and maximum docstrings, of a passage that become queries.
         max_passages: Maximum passages that are asked for training queries; a random sample of this size.
@@ -320,7 +321,7 @@ class _Survey:
         # At least one document is on each side.
         num_held_out = min(max(round(share * len(document_D)), 1), len(document_D) - 1) if share else 0
         self._limit = int(document_D[num_held_out - 1]) if num_held_out else -1
-        # Queries about one document are on one side.
+        # Queries about one document are on one side, but for that at the boundary.
         rows = sorted(sorted(documents), key=lambda row: derive_seed(settings.seed, "training", min(documents[row])))
         share = settings.training_share
         if share is None:

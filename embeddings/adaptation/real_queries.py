@@ -113,17 +113,16 @@ def _open(path: Path, fields: Sequence[str]) -> Iterable[Row]:
 
 
 def _labels(where: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    name, answers = found["passage"], found["answer"]
-    if name is not None:
-        if isinstance(name, bool) or not isinstance(name, str | int):
-            raise InputError(where, f"passage is {shown(name)}", "write its id, or the name of its document")
-        yield str(name), ""
-        return
-    for answer in answers if isinstance(answers, list) else [answers]:
-        if isinstance(answer, str) and answer.strip():
-            yield "", answer
-        elif answer is not None:
-            raise InputError(where, f"answer is {shown(answer)}", "write it as a text or a list of texts")
+    name, answer = found["passage"], found["answer"]
+    if isinstance(name, bool) or not isinstance(name, str | int | None):
+        raise InputError(where, f"passage is {shown(name)}", "write its id, or the name of its document")
+    name, texts = "" if name is None else str(name), list[str]()
+    for text in answer if isinstance(answer, list) else [answer]:
+        if not isinstance(text, str | None):
+            raise InputError(where, f"answer is {shown(text)}", "write it as a text or a list of texts")
+        texts += [text] if text and text.strip() else []
+    # An answer is looked for if no passage has the name.
+    return ((name, text) for text in texts or ([""] if name else []))
 
 
 def _grade(where: str, value: Any) -> float:

@@ -133,9 +133,18 @@ def test_answers_are_found_by_their_words(tmp_path, passages):
     both = f"{rows[10]['title']} {rows[10]['text']}\n{rows[11]['title']} {rows[11]['text']}"
     asked = [{"query": "a", "answer": part}, {"query": "b", "answer": both}]
     asked += [{"query": "c", "answer": "not in any of them"}, {"query": "d", "answer": "the"}]
+    # An answer is looked for only if no passage has the name.
+    asked += [{"query": "e", "document": name, "answer": part} for name in ("unknown", rows[0]["document"])]
+    asked[-1]["query"] = "f"
     found = judgements_of(passages, log_of(tmp_path, asked))
     found.find_answers(passages)
-    assert found.grades == {0: {"p000007": 1.0}, 1: {"p000010": 1.0, "p000011": 1.0}}
+    of_document = {row["_id"]: 1.0 for row in rows if row["document"] == rows[0]["document"]}
+    assert found.grades == {
+        0: {"p000007": 1.0},
+        1: {"p000010": 1.0, "p000011": 1.0},
+        4: {"p000007": 1.0},
+        5: of_document,
+    }
 
 
 def test_a_labelled_folder_is_matched_by_id_and_else_by_text(tmp_path, passages):
