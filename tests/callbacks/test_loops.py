@@ -124,6 +124,13 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             component("ModelCheckpoint", monitor="val/ndcg_at_10", every_n_train_steps=1, save_top_k=2, save_last=True),
         ],
     ),
+    "saved after each epoch and after a time": (
+        {"max_epochs": 2, "max_steps": -1},
+        [
+            component("ModelCheckpoint", every_n_epochs=1, save_last=True),
+            component("ModelCheckpoint", train_time_interval="0:00:00"),
+        ],
+    ),
     "saved after each epoch, with a maximum of steps": (
         {"max_steps": 10},
         [component("ModelCheckpoint", every_n_epochs=1, save_last=True)],
