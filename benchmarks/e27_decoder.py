@@ -48,6 +48,7 @@ THREE_SEEDS = (
     "causal, latent",
     f"{LAST}, 10,200 pairs{FAST}",
     *_STAGES,
+    *(f"{name}, 3,840 pairs{FAST}" for name in (WHOLE, "causal, mean")),
     *(f"{name}{FAST}" for name in (*MAIN, *_STAGES, "two stages, in-batch negatives in both")),
 )
 MORE = {
