@@ -69,7 +69,8 @@ def read_corpus(
 
     A row has `_id`, `title` and `text` as in BEIR; only `text` is required. `id` is used where there is no `_id`, and
     the row number, from 0, where there is neither. `columns` maps these fields to other names. `show_progress` draws a
-    bar. An `InputError` names file and row of an invalid row, and, after the last row, of a repeated id.
+    bar. An `InputError` names file and row of an invalid row, and, after the last row, of a repeated id, or a column of
+    `columns` that no row has.
     """
     hashes = array("q")
     for _, document in _corpus_rows(path, columns, show_progress):
@@ -95,7 +96,9 @@ def _corpus_rows(
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
     blocks = blocks_of(f"reading {path}", [reader]) if show_progress else reader.blocks()
+    missing = {*named.values()}
     for number, (where, fields) in enumerate(row for block in blocks for row in block.rows):
+        missing -= fields.keys()
         column = id_columns[0] if id_columns[0] in fields else id_columns[-1]
         document_id = identifier_field(where, fields, column) if column in fields else str(number)
         text = text_field(where, fields, text_column)
@@ -103,6 +106,8 @@ def _corpus_rows(
             title = text_field(where, fields, title_column)
             text = f"{title} {text}" if title and text else title or text
         yield where, Document(document_id, text)
+    for column in sorted(missing):
+        raise InputError(str(path), f"no row has the column {column!r}", "correct its name in --columns")
 
 
 def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:

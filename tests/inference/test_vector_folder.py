@@ -284,13 +284,18 @@ def test_a_row_has_an_id_and_title_and_text_joined_by_a_space(rows, documents, t
 
 
 def test_columns_may_have_other_names(tmp_path):
-    rows = [{"id": "a", "query": "x", "title": "T"}, {"id": "b", "query": "y", "text": "no"}]
+    rows = [{"id": "a", "query": "x", "title": "T"}, {"id": "b", "query": "y", "text": "no", "heading": None}]
     path = write(tmp_path / "corpus.jsonl", rows)
     found = list(read_corpus(path, {"text": "query", "_id": "id", "title": "heading"}))
     assert found == [Document("a", "x"), Document("b", "y")]
     both = write(tmp_path / "both.jsonl", [{"id": "the text", "key": "k"}])
     assert list(read_corpus(both, {"text": "id"})) == [Document("0", "the text")]
     refused(InputError, r"corpus\.jsonl:1: field 'answer' is", lambda: list(read_corpus(path, {"text": "answer"})))
+    for name in ("_id", "title"):
+        columns = {"text": "query", name: "other"}
+        refused(
+            InputError, r"corpus\.jsonl: no row has the column 'other'", lambda c=columns: list(read_corpus(path, c))
+        )
     with pytest.raises(OptionError, match="columns must map _id, title or text to a column, got 'query'"):
         list(read_corpus(path, {"query": "text"}))
 
