@@ -53,6 +53,8 @@ DEFAULT_PROMPT_KEY = "default_prompt_name"
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
 _LIBRARY = "sentence_transformers.models."
+# In the name of its file of lengths; early releases had one for each architecture.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _TABLE = '''"""The pooling of this model.
 
 This file travels inside model directories: it imports only a sibling.
@@ -352,7 +354,8 @@ def _read_text(
     if path.is_file():
         settings = {**_without(read_json(path), "tapped_layers"), **common}
     else:
-        path = path.with_name("sentence_bert_config.json")
+        names = [path.with_name(f"sentence_{kind}_config.json") for kind in _KINDS]
+        path = next((each for each in names if each.is_file()), names[0])
         with _valid(path, "file of lengths"):
             settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
         if prompts and not include_prompt and not _splits_after(prompts.values(), tokenizer):

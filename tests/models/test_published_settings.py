@@ -108,6 +108,15 @@ def test_a_stated_length_beyond_the_positions_truncates_to_the_positions(tmp_pat
     assert difference(theirs(folder), found) <= 1e-5
 
 
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_the_file_of_lengths_may_have_the_name_of_an_early_release(tmp_path, kind):
+    folder = published(tmp_path / "model", tiny_bert(num_positions=32), max_length=32)
+    (folder / "sentence_bert_config.json").unlink()
+    (folder / f"sentence_{kind}_config.json").write_text('{"max_seq_length": 12, "do_lower_case": false}')
+    assert Embedder.from_pretrained(folder).text.document_max_length == 12
+    assert difference(theirs(folder), ours(folder)) <= 1e-5
+
+
 PROMPTS = {"query": "how: ", "classification": "sum of: "}
 
 
