@@ -42,6 +42,7 @@ from embeddings.models.model_files import (
     CARD_FILE,
     GOLDEN_FILE,
     QUANTIZATION,
+    SCORES_FILE,
     is_own_card,
     read_json,
     resolve_model,
@@ -50,10 +51,10 @@ from embeddings.models.model_files import (
 )
 from embeddings.models.pooling import plain_backbone
 
-# Files that are not copied from the source: weights and graphs that the compressed model replaces.
+# Files that are not copied from the source: weights and graphs that the compressed model replaces, and its scores.
 _NOT_COPIED = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.h5", "*.msgpack", "*.ot"),
-    *("onnx", "openvino", ADAPTER_FOLDER, GOLDEN_FILE, MANIFEST, ".*"),
+    *("onnx", "openvino", ADAPTER_FOLDER, GOLDEN_FILE, SCORES_FILE, MANIFEST, ".*"),
 )
 # Retrains the model of a directory; writes the new directory in the work folder (second argument) and returns it.
 Retrain = Callable[[Path, Path], Path]
@@ -379,7 +380,7 @@ def assemble(source: Path, files: list[Path], target: Path, quantization: dict[s
 
 
 def compressed_card(source: Path, name: str, rows: Mapping[str, str]) -> str:
-    """The card of the source with a section on the compression, and in our own card with the new name."""
+    """The card of the source without its scores, with a section on the compression; our own has the new name."""
     section = f"## Compression\n\n{table(('', ''), [(plain(key), plain(value)) for key, value in rows.items()])}\n"
     path = source / CARD_FILE
     text = ""
@@ -387,9 +388,12 @@ def compressed_card(source: Path, name: str, rows: Mapping[str, str]) -> str:
         text = path.read_text("utf-8", errors="replace")
     if not text.strip():
         return f"---\nlibrary_name: sentence-transformers\n---\n\n# {plain(name)}\n\n{section}"
+    text = re.sub(r"(?m)^model-index:\n(?:(?:- |  ).*\n)*", "", text, count=1)
     if is_own_card(path):
-        text = text.replace(repr(source.name), repr(name)).replace(
-            f"\n# {plain(source.name)}\n", f"\n# {plain(name)}\n"
+        text = (
+            text.partition("\n## Scores\n")[0]
+            .replace(repr(source.name), repr(name))
+            .replace(f"\n# {plain(source.name)}\n", f"\n# {plain(name)}\n")
         )
     parts = re.split(r"(?m)^(?=## Licence$)", text, maxsplit=1)
     return "\n".join([f"{parts[0].rstrip()}\n", section, *parts[1:]])

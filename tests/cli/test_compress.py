@@ -1,5 +1,6 @@
 """`compress` through the command line: its output, and one line and code 2 for user errors."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from embeddings.cli.export import retraining
@@ -14,6 +16,7 @@ from embeddings.cli.main import main
 from embeddings.compression import PruningOptions
 from embeddings.inference import Encoder
 from embeddings.models import Embedder, LatentAttentionPooling
+from embeddings.models.model_card import add_scores
 from embeddings.models.model_files import dequantised_weights, zeros_by_matrix
 from tests.compression.models import build, some_texts, write_model, write_texts
 from tests.helpers.refusals import assert_refused
@@ -97,6 +100,28 @@ def test_all_other_files_of_a_model_directory_are_copied(compress, tmp_path):
             copied = tmp_path / "small" / path.relative_to(tmp_path / "latent")
             assert copied.is_dir() or copied.read_bytes() == path.read_bytes()
     assert vectors("small").shape == (len(TEXTS), 8)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_scores_of_the_model_before_are_left_out(compress, model, tmp_path, is_own):
+    folder = shutil.copytree(model, tmp_path / "scored")
+    score = {"name": "before", "kind": "retrieval", "metrics": {"ndcg_at_10": 0.375}}
+    (folder / "scores.json").write_text(json.dumps([score]))
+    assert add_scores(folder)
+    card = (folder / "README.md").read_text()
+    assert "model-index" in card
+    assert "0.375" in card
+    if not is_own:
+        # The scores of another library's card are in its header only, and need not be the last key.
+        header, _, rest = card.partition("\n## Scores")[0].partition("\n---\n")
+        (folder / "README.md").write_text(f"{header}\nlicense: mit\n---\n{rest}")
+    assert compress("--prune", "magnitude", "--pattern", "2:4", source=folder, calibration=None) == 0
+    assert not Path("small/scores.json").exists()
+    written = Path("small/README.md").read_text()
+    assert "0.375" not in written
+    added = set() if is_own else {"license"}
+    assert metadata_load("small/README.md").keys() == metadata_load(model / "README.md").keys() | added
+    assert "## Compression" in written
 
 
 def test_a_user_error_is_reported_in_one_line_and_nothing_is_written(compress, model, tmp_path, capsys):
