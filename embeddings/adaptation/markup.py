@@ -270,6 +270,8 @@ class _Page:
             if block in ("td", "th"):
                 self._cells.append(" ".join(text.split()))
                 return
+            # The cells before a cell with paragraphs.
+            self._end_row()
             is_first = self._marker or block == "caption"
             marked = f"{self._marker}{text.strip()}" if is_first else textwrap.indent(text.rstrip(), "  ")
             self._lines.append(textwrap.indent(marked, "  " * (len(self._lists) - 1)))

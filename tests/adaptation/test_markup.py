@@ -329,3 +329,5 @@ def test_cells_and_numbers_of_pages_keep_their_places():
     html = "<table><tr><td></td><td>b</td></tr></table><ol start=5><li>five<li>six<ul><li>inner</ul></ol>"
     assert parts(read_html(html)) == [("", " | b"), ("", "5. five\n6. six\n  - inner")]
     assert parts(read_markdown("|   | b |\n|---|---|\n| c |   |")) == [("", " | b\nc |")]
+    mixed = "<table><tr><td>key</td><td><p>value</p></td><td>last</td></tr></table>"
+    assert parts(read_html(mixed)) == [("", "key\n  value\nlast")]
