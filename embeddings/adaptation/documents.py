@@ -323,6 +323,9 @@ def _recoded_table(file: FoundFile) -> bytes | None:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, float) and value.is_integer():
+        # In Parquet integers become floats beside null.
+        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     text = value if isinstance(value, str) else ""

@@ -149,6 +149,11 @@ def test_rows_of_tables_are_documents(tmp_path, name):
     assert [each.name for each in found] == ["x", "7", f"{name}#4"]
 
 
+def test_whole_numbers_that_a_missing_one_made_floats_are_ids(tmp_path):
+    write_rows(tmp_path / "rows.parquet", [{"_id": 7.0, "text": "one"}, {"_id": None, "text": "two"}])
+    assert [each.name for each in read(tmp_path / "rows.parquet")] == ["7", "rows.parquet#2"]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
 def test_a_table_of_a_spreadsheet_is_read_in_its_encoding(tmp_path, encoding):
     lines = ["_id;title;text", *(f'{row};"Köln; {row}";"{GERMAN.strip()}"' for row in range(3))]
