@@ -140,9 +140,17 @@ def _save(card: ModelCard, folder: Path) -> None:
         name = next(line for line in card.text.splitlines() if line.startswith("# "))
         data: Any = card.data
         data.model_name = re.sub(r"\\(.)", r"\1", name.removeprefix("# "))
+        names = [str(score["name"]) for score in scores]
         data.eval_results = [
-            EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
-            for score in scores
+            EvalResult(
+                str(score.get("kind", "retrieval")),
+                name,
+                name,
+                metric,
+                value,
+                dataset_config=f"{score.get('dimensions')} dimensions" if names.count(name) > 1 else None,
+            )
+            for name, score in zip(names, scores, strict=True)
             for metric, value in score["metrics"].items()
         ]
         card.text = f"{card.text.partition(_SCORES)[0].rstrip()}\n{_SCORES}\n{_score_table(scores)}\n"

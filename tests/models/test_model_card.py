@@ -200,6 +200,15 @@ def test_the_card_states_its_limits_and_its_licence(tmp_path):
     )
 
 
+def test_the_scores_of_each_width_have_their_entry_in_the_model_index(tmp_path):
+    rows = [
+        {**SCORES[0], "metrics": {"ndcg_at_10": value}, "dimensions": width} for value, width in ((0.7, 32), (0.6, 8))
+    ]
+    (index,) = front_matter(card(tmp_path / "model", embedder(), FACTS, scores=rows))["model-index"]
+    found = [(result["dataset"].get("config"), result["metrics"][0]["value"]) for result in index["results"]]
+    assert found == [("32 dimensions", 0.7), ("8 dimensions", 0.6)]
+
+
 def test_scores_in_a_model_directory_are_added_to_its_card_at_once_or_later(tmp_path):
     folder = tmp_path / "model"
     model = embedder()
