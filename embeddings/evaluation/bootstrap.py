@@ -36,7 +36,8 @@ def paired_bootstrap(
 ) -> Difference:
     """The mean of `score_Q` - `baseline_Q` with its percentile interval over resampled queries.
 
-    Each resample draws Q queries with replacement, and takes both scores of a query together.
+    Each resample draws Q queries with replacement, and takes both scores of a query together. With too few queries for
+    a sign test, fewer than 6 at 95 %, the interval is widened to contain 0.
 
     Args:
         score_Q: The scores of a system, one or more queries, (Q,) float64.
@@ -54,6 +55,9 @@ def paired_bootstrap(
         drawn_RQ = generator.integers(num_queries, size=(min(step, num_resamples - start), num_queries))
         mean_R[start : start + step] = difference_Q[drawn_RQ].mean(axis=1)
     low, high = np.quantile(mean_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    if 2 * 0.5**num_queries > 1 - confidence:
+        # Differences of one sign are that likely by chance.
+        low, high = min(low, 0.0), max(high, 0.0)
     return Difference(float(difference_Q.mean()), float(low), float(high))
 
 

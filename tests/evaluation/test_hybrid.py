@@ -46,7 +46,20 @@ def test_the_interval_does_not_depend_on_blocks_and_is_a_point_for_equal_differe
     monkeypatch.setattr(bootstrap_module, "_MAX_DRAWN", 3 * 7)
     assert paired_bootstrap(score_Q, baseline_Q, num_resamples=100) == pytest.approx(whole)
     assert paired_bootstrap(baseline_Q + 0.25, baseline_Q) == pytest.approx((0.25, 0.25, 0.25))
-    assert str(paired_bootstrap(np.array([0.5]), np.array([1.0]))) == "-0.5000 (-0.5000 to -0.5000)"
+    assert str(paired_bootstrap(np.array([0.5]), np.array([1.0]))) == "-0.5000 (-0.5000 to +0.0000)"
+
+
+@pytest.mark.parametrize(("num_queries", "confidence"), [(5, 0.95), (6, 0.95), (4, 0.9), (5, 0.9)])
+def test_too_few_queries_for_a_sign_test_have_no_significant_difference(num_queries, confidence):
+    generator = np.random.default_rng(0)
+    baseline_Q = generator.random(num_queries)
+    score_Q = baseline_Q + 0.1 + generator.random(num_queries)
+    # By hand: the differences have one sign by chance in this share of the cases.
+    chance = 2 / 2**num_queries
+    for pair in ((score_Q, baseline_Q), (baseline_Q, score_Q)):
+        found = paired_bootstrap(*pair, confidence=confidence)
+        assert found.is_significant == (chance <= 1 - confidence)
+        assert found.low <= found.mean <= found.high
 
 
 def test_the_score_of_each_query_has_the_mean_of_the_folder(tmp_path):
