@@ -369,7 +369,7 @@ def _parse_qrel(where: str, line: str) -> tuple[str, str, float]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    if _find(folder, "corpus") or _find(folder, "test"):
+    if _find(folder, "corpus") or _find(folder, "test") or _find_qrels(folder):
         yield folder
     elif folder.is_dir():
         for child in sorted(child for child in folder.iterdir() if child.is_dir()):

@@ -106,6 +106,11 @@ def test_folders_are_found_at_any_depth_in_order(tmp_path):
     (tmp_path / "b" / "deep" / "er" / "qrels").mkdir()
     assert find_evaluation_folders(tmp_path) == [tmp_path / "a", tmp_path / "b" / "deep" / "er", tmp_path / "z"]
     assert find_evaluation_folders(tmp_path / "z") == [tmp_path / "z"]
+    # One without its corpus is not passed over.
+    (write_retrieval(tmp_path / "m") / "corpus.jsonl").unlink()
+    assert tmp_path / "m" in find_evaluation_folders(tmp_path)
+    with pytest.raises(InputError, match=r"corpus\.jsonl is missing"):
+        read_evaluation_folder(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
