@@ -132,7 +132,7 @@ def _kinds(path: Path) -> Iterator[tuple[str, str]]:
 
 def read_test_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet]:
     sets: list[RetrievalSet] = []
-    for name, path in _unique_names(roots):
+    for name, path in named_folders(roots):
         sets.append(RetrievalSet.read(name, path, others=sets))
     return sets
 
@@ -140,7 +140,7 @@ def read_test_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet]:
 def read_general_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet | SimilaritySet]:
     """Every folder of retrieval or similarity data at or below `roots`, in order."""
     sets: list[RetrievalSet | SimilaritySet] = []
-    for name, path in _unique_names(roots):
+    for name, path in named_folders(roots):
         folder = read_evaluation_folder(path)
         if isinstance(folder, TaskFolder) and folder.kind == "sts":
             score_N = np.array(folder.splits["test"]["score"], np.float64)
@@ -151,12 +151,6 @@ def read_general_sets(roots: Iterable[str | PathLike[str]]) -> list[RetrievalSet
             hint = "name a folder of retrieval data, or of sentence pairs with scores"
             raise InputError(str(path), f"has {folder.kind} data", hint)
     return sets
-
-
-def _unique_names(roots: Iterable[str | PathLike[str]]) -> list[tuple[str, Path]]:
-    found = list(dict.fromkeys(named_folders(roots)))
-    names = [name for name, _ in found]
-    return [(name if names.count(name) == 1 else str(path), path) for name, path in found]
 
 
 @dataclass(frozen=True)

@@ -191,12 +191,14 @@ def checked_folders(
 
 
 def named_folders(roots: Iterable[str | PathLike[str]]) -> list[tuple[str, Path]]:
-    """The name and path of every evaluation folder at or below `roots`, in order."""
-    return [
+    """The name and path of every evaluation folder at or below `roots`, in order; of two with one name, the paths."""
+    found = dict.fromkeys(
         ("/".join((Path(root).resolve().name, *path.relative_to(root).parts)), path)
         for root in roots
         for path in find_evaluation_folders(root)
-    ]
+    )
+    names = [name for name, _ in found]
+    return [(name if names.count(name) == 1 else str(path), path) for name, path in found]
 
 
 def format_results(results: Sequence[EvaluationResult]) -> str:

@@ -169,6 +169,14 @@ def test_every_folder_below_a_root_is_scored_under_its_path(encoder, tmp_path):
     assert [(result.name, result.kind) for result in results] == expected
 
 
+def test_folders_of_one_name_are_scored_under_their_paths(encoder, tmp_path):
+    paths = [tmp_path / name / "test" for name in ("a", "b")]
+    for path in paths:
+        write_similarity(path)
+    results = evaluate_folders(encoder, [*paths, paths[0]])
+    assert [result.name for result in results] == list(map(str, paths))
+
+
 def test_a_mistake_in_the_last_folder_is_found_before_the_first_is_scored(encoder, tmp_path, monkeypatch):
     write_similarity(tmp_path / "a")
     (tmp_path / "z").mkdir()
