@@ -28,7 +28,7 @@ from embeddings.adaptation.model_queries import KIND as MODEL_KIND
 from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import REAL, Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain
-from embeddings.common.errors import InputError, OptionError, refuse_given
+from embeddings.common.errors import InputError, OptionError, refuse_given, shown
 from embeddings.common.io import file_sha256, folder_hashes, write_json, write_json_lines
 from embeddings.common.jobs import manifest_path
 from embeddings.common.own_folder import replaced_folder, require_replaceable
@@ -307,6 +307,9 @@ class _Survey:
         num_queries = len({label.query for label in self.log.labels if label.grade > 0})
         if lost := num_queries - len(self.judgements.documents):
             self.report.notes.append(f"{lost} of {num_queries} real queries name no passage, and are left out")
+        for shared in sorted(self.judgements.shared)[:1]:
+            what = "is the id of rows in several files, which are all judged: name their passages"
+            self.report.notes.append(f"{shown(shared)} {what}")
 
     def split(self) -> None:
         """Hold out documents, and divide the real queries."""

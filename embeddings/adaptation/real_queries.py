@@ -146,6 +146,7 @@ class Judgements:
     """The judged passages of each query, found while the passages are gone through once.
 
     `grades` are those of each judged passage, by the query's row; `documents` are those of its relevant passages.
+    `shared` are names of documents that rows of several files have.
     """
 
     def __init__(self, log: QueryLog) -> None:
@@ -154,7 +155,7 @@ class Judgements:
         for label in log.labels:
             if label.name:
                 self._by_name.setdefault(label.name, []).append(label)
-        self._found = set[str]()
+        self._found, self._file_of, self.shared = set[str](), dict[str, str](), set[str]()
         self.grades: dict[int, dict[str, float]] = {}
         self.documents: dict[int, set[str]] = {}
 
@@ -164,6 +165,8 @@ class Judgements:
         for name in (passage.id, passage.document, passage.file):
             if name in self._by_name:
                 self._found.add(name)
+                if name == passage.document and self._file_of.setdefault(name, passage.file) != passage.file:
+                    self.shared.add(name)
                 labels = [label for label in self._by_name[name] if label.query not in judged]
                 for label in labels:
                     self._record(label.query, passage, label.grade)
