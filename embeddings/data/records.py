@@ -446,7 +446,7 @@ class _Row:
 
     def all_scores(self, num_positives: int, num_negatives: int) -> tuple[float, ...]:
         """The teacher scores of the positives, then of the negatives, from one column or one for each side."""
-        if "scores" not in self.substitutes:
+        if "scores" in self.columns or "scores" not in self.substitutes:
             return self.optional("scores", partial(self.scores, num_positives, num_negatives)) or ()
         found: list[float] = []
         for name, counts in (("pos_scores", (num_positives, 0)), ("neg_scores", (0, num_negatives))):

@@ -53,6 +53,9 @@ def test_negatives_sorted_by_level_keep_their_scores():
     found = parse_record(row, {"scores": "teacher"}, "f:1").scores
     assert (found[0], found[2], math.isnan(found[1])) == (2.0, -1.5, True)
     assert parse_record({**row, "scores": None}, {}, "f:1").scores == ()
+    row = {"query": "q", "pos": ["p"], "neg": ["n"], "pos_scores": [1], "neg_scores": [2]}
+    for columns, scores in (({}, (1.0, 2.0)), ({"scores": None}, ())):
+        assert parse_record(row, columns, "f:1").scores == scores
 
 
 @pytest.mark.parametrize("rule", [None, LevelRule(1, cumulative=True), LevelRule(3, cumulative=True), LevelRule(1)])
