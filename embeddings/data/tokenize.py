@@ -198,8 +198,8 @@ class ContrastiveCollator:
     """Makes a `ContrastiveBatch` from examples; the batch depends on the examples only, not on rank or worker.
 
     One positive of each example is drawn by its draw key; of its negatives the first (hardest) are used. In-context
-    examples are other pairs of the batch from the same source, put into the query's prompt. The draw key determines
-    their number; they fill at most half of the query's maximum length.
+    examples are pairs of the batch from the same source with another query and another positive, put into the query's
+    prompt. The draw key determines their number; they fill at most half of the query's maximum length.
 
     Args:
         tokenizer: Joins prompts and texts and tokenises them.
@@ -270,8 +270,12 @@ class ContrastiveCollator:
         """The prompt of each query with its in-context examples."""
         limit, extended = self.tokenizer.settings.max_length("query") // 2, []
         keys = [(example.source, canonical(example.query)) for example in examples]
+        shown = list(map(canonical, positives[: len(examples)]))
         for example, prompt, (source, query) in zip(examples, prompts, keys, strict=True):
-            others = [i for i, key in enumerate(keys) if key[0] == source and key[1] != query]
+            answers = set(map(canonical, example.positives))
+            others = [
+                i for i, key in enumerate(keys) if key[0] == source and key[1] != query and shown[i] not in answers
+            ]
             others.sort(key=lambda other: derive_seed(example.draw, "in_context", other))
             count = derive_seed(example.draw, "num_in_context") % (self.num_in_context_examples + 1)
             solved = [(prompts[other], examples[other].query, positives[other]) for other in others[:count]]

@@ -54,16 +54,32 @@ def test_in_context_examples_of_the_same_source_are_put_before_a_query():
 
 
 def test_in_context_examples_leave_half_of_the_length_to_the_query():
-    positives = ("lazy dog " * 5,)
-    batch = [Example(row, row, 0, f"fox {'the ' * row}", positives, query_prompt="find ") for row in range(12)]
+    documents = [f"{row} {'lazy dog ' * 5}" for row in range(12)]
+    batch = [
+        Example(row, row, 0, f"fox {'the ' * row}", (document,), query_prompt="find ")
+        for row, document in enumerate(documents)
+    ]
     collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 50)
     lengths = []
-    for place, prompt in enumerate(collate._with_examples(batch, ["find "] * 12, ["lazy dog " * 5] * 12)):
+    for place, prompt in enumerate(collate._with_examples(batch, ["find "] * 12, documents)):
         assert collate.tokenizer.num_tokens(prompt) <= 32
         assert prompt.endswith("find ")
         assert batch[place].query not in prompt.split("\n")[0] or place == 0
         lengths.append(prompt.count("Response:"))
     assert max(lengths) == 1
+
+
+def test_an_in_context_example_does_not_contain_a_positive_of_the_query():
+    texts = [("fox", ("the dog", "return")), ("sum", (" the dog",)), ("pad", ("two numbers",)), ("quick", ("return",))]
+    collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=128)), 0, None, 3)
+    shown = set()
+    for draw in range(40):
+        batch = [Example(row, derive_seed(draw, row), 0, *pair) for row, pair in enumerate(texts)]
+        for (query, positives), text in zip(texts, texts_of(collate(batch).query), strict=True):
+            assert not any(positive.strip() in text for positive in positives)
+            shown |= {(query, other) for other, _ in texts if f"{other} response" in text}
+    assert len(shown) == 4 * 3 - 2
+    assert shown.isdisjoint([("fox", "sum"), ("fox", "quick")])
 
 
 def texts_of(tokens, pooled_only=False):
