@@ -252,6 +252,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         plan.identify(self._identities())
         if self.trainer is not None:
             plan.set_run(RunLength.of(self.trainer, len(plan)))
+            plan.repeats_epoch = self.trainer.overfit_batches > 0
         return plan
 
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:

@@ -82,6 +82,13 @@ def test_a_second_fit_starts_from_the_beginning(kind):
     assert len(first.rows) > 1
 
 
+def test_every_epoch_of_overfit_batches_has_the_same_batches(kind):
+    module = kind.ledger()
+    quiet_trainer(max_epochs=3, overfit_batches=2).fit(module, kind.make())
+    assert module.rows == 3 * module.rows[:2]
+    assert module.rows[0] != module.rows[1]
+
+
 def test_rows_are_numbered_within_their_source(kind):
     path = kind.options["sources"][0].path
     data = attached(kind.make(sources=[kind.source("first", path), kind.source("second", path)]), kind.ledger())

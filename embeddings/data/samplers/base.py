@@ -101,6 +101,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         epoch: The epoch that the next iteration yields; Lightning sets it through `sampler.set_epoch`.
         start: The first step that the next iteration yields; `set_epoch` with a new epoch sets it to 0.
         place: This rank and the number of ranks; None for those of the process group.
+        repeats_epoch: Whether every epoch has the batches of the first, for the trainer's `overfit_batches`.
     """
 
     def __init__(self, batch_size: int, seed: int = 0) -> None:
@@ -108,6 +109,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
             raise OptionError("data.batch_size", batch_size, "must be >= 1", "give the number of pairs on one rank")
         self.batch_size, self.seed = batch_size, seed
         self.place: tuple[int, int] | None = None
+        self.repeats_epoch = False
         self.epoch, self.start, self._resumed = 0, 0, False
         self._names: tuple[str, ...] = ()
 
@@ -217,8 +219,9 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
         """This rank's batches of the current epoch, from step `start`."""
         rank, _ = self.rank_and_size
         epoch, rank_slice = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
+        drawn = 0 if self.repeats_epoch else epoch
         for step in range(self.start, self.num_steps):
-            rows, draws = self.global_batch(epoch, step), self.draw_keys(epoch, step)
+            rows, draws = self.global_batch(drawn, step), self.draw_keys(drawn, step)
             rule = self.level_rule(epoch, step)
             # `tuple.__new__` takes half the time of the constructor of a named tuple.
             entries = zip(rows[rank_slice].tolist(), draws[rank_slice].tolist(), repeat(rule))
