@@ -133,7 +133,7 @@ def rank_pairs(
         distance: How much more similar a document must be to count; negative to count less similar ones too.
 
     Returns:
-        (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered.
+        (rows,) int32, memory-mapped; `NOT_RANKED` for records that are not considered or compared with no document.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
@@ -187,7 +187,9 @@ def _write_ranks(
     known = index.known_positives(row_n)
     column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
     is_in_segment_P = document_M[column_P] == known.row_P
-    key_P = known.group_P[is_in_segment_P] * len(document_M) + column_P[is_in_segment_P]
+    group_P = known.group_P[is_in_segment_P]
+    key_P = group_P * len(document_M) + column_P[is_in_segment_P]
+    has_others_n = (np.bincount(group_P) < len(document_M))[known.group_Q]
     count_n = torch.zeros(len(row_n), dtype=torch.int32)
     num_documents = _DOCUMENT_TILE * (1 if device.type == "cpu" else _GPU_TILES)
     firsts = range(0, len(document_M), num_documents)
@@ -204,7 +206,7 @@ def _write_ranks(
             column_K = key_P[concatenated_ranges(start_q, stop_q)] - first_key_q[row_K]
             is_nearer_qT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
             count_n[chunk] += is_nearer_qT.sum(dim=1, dtype=torch.int32).cpu()
-    save_array(path, count_n.numpy())
+    save_array(path, np.where(has_others_n, count_n.numpy(), np.int32(NOT_RANKED)))
 
 
 def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:

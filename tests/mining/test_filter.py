@@ -197,6 +197,18 @@ def test_only_records_of_one_language_are_compared(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "parted.parquet.manifest.json").read_text())["rules"]["segment_by"] == "language"
 
 
+def test_the_only_record_of_a_language_is_not_easy(tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", directions)
+    rows = [("en", "q 0", "d 5"), ("en", "q 7", "d 6"), ("is", "q 90", "d 91")]
+    rows = [{"query": query, "positive": document, "language": language} for language, query, document in rows]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    for segment_by, num_easy in (("source", 1), ("language", 0)):
+        by = FilterRules(max_margin=0.1, segment_by=segment_by)
+        report = filter_pairs(config, tmp_path / f"{segment_by}.parquet", by, encoder=encoder)
+        assert report.removed == {"copies": 0, "inconsistent": 0, "easy": num_easy}
+
+
 def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
     config, rows = mixed_source(tmp_path)
     del rows[4]["language"]
