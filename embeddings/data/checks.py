@@ -22,11 +22,14 @@ _NUM_COMPARED, _LARGE_SHARE = 1024, 0.05
 def check_negatives_asked_for(
     sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int, num_queries: int
 ) -> None:
-    """Refuse sources that cannot have negatives, before any is read: their loss is 0 and has no gradient.
+    """Refuse sources that cannot have negatives (their loss is 0 and has no gradient) or as many, before any is read.
 
     `num_queries` is the number of queries whose candidates a batch compares.
     """
     for source in sources:
+        if (source.num_negatives or 0) > num_negatives:
+            rule = f"must not exceed data.num_negatives, which is {num_negatives}"
+            raise source.fault("num_negatives", source.num_negatives, rule, "lower it, or raise data.num_negatives")
         if _has_in_batch(source, needs, num_queries):
             continue
         if num_negatives == 0:

@@ -86,6 +86,13 @@ def test_a_source_that_may_have_no_negative_is_refused_before_it_is_read(options
     refused(InputError, f"{start}.*{message}", check_negatives_asked_for, sources, NEEDS[needs], num_negatives, 8)
 
 
+def test_more_negatives_of_a_source_than_those_of_a_query_are_refused():
+    classes = SourceConfig("s", "s.jsonl", conversion="class_by_example", num_negatives=15)
+    says = r"data.sources\[s\].num_negatives must not exceed data.num_negatives, which is 7, got 15"
+    refused(OptionError, says, check_negatives_asked_for, [classes], NEEDS["source"], 7, 8)
+    check_negatives_asked_for([classes], NEEDS["source"], 15, 8)
+
+
 def test_one_query_in_a_batch_or_a_loss_of_hard_negatives_alone_has_no_in_batch_negatives(tmp_path):
     (config,) = [SourceConfig("s", "s.jsonl")]
     says = r"source 's': has neither .*set data.num_negatives to 1 or more, or set a larger data.batch_size"
