@@ -139,6 +139,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
         """Check the run, and the schedule against the length of the data, before any file of the run is written."""
         self.check_run(self.trainer, self, run_data(self.trainer))
         self._check_schedule(self.trainer, self._trainer_steps())
+        self._schedule.check_end(self._trainer_steps())
 
     def configure_model(self) -> None:
         """Shard the weights over the ranks if the strategy is FSDP2."""

@@ -115,6 +115,12 @@ class Schedule:
             rule = f"must be below the run's {total_steps} optimiser steps"
             raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "lower it or train longer")
 
+    def check_end(self, trainer_steps: int | None) -> None:
+        """Check that the run ends no later than the decay; `trainer_steps` is its exact length."""
+        if self.decay != "constant" and self.total_steps is not None and (trainer_steps or 0) > self.total_steps:
+            rule = f"must not be below the run's {trainer_steps} optimiser steps: the rate of the last ones would be 0"
+            raise OptionError("model.schedule.total_steps", self.total_steps, rule, "raise it, or leave it out")
+
     def _length(self, trainer_steps: int | None) -> int | None:
         total_steps = self.total_steps or trainer_steps
         if total_steps is None and (self.decay != "constant" or 0 < self.warmup_steps < 1):

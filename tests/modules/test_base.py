@@ -116,6 +116,14 @@ def test_a_source_without_any_negatives_is_refused_before_its_data_are_read(tmp_
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_run_longer_than_its_schedule_is_refused(tmp_path):
+    config = run_config(tmp_path)
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 1, "total_steps": 3}
+    with pytest.raises(OptionError, match=r"schedule\.total_steps must not be below the run's 4 optimiser steps"):
+        fit(tmp_path, config)
+    fit(tmp_path, config, "--trainer.max_steps=3")
+
+
 TOKENS = random_tokens(384, [7, 3, 12], skip=1)
 
 

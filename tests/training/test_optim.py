@@ -99,6 +99,17 @@ def test_a_schedule_that_does_not_fit_the_run_is_rejected(schedule, steps, messa
             schedule.scheduler(optimizer, None)
 
 
+def test_a_run_that_goes_on_after_its_decay_is_rejected():
+    for schedule in (Schedule(total_steps=60), Schedule(total_steps=60, decay="cosine")):
+        schedule.check_end(60)
+        schedule.check_end(None)
+        assert schedule.factor(60, 60) == 0
+        with pytest.raises(OptionError, match="must not be below the run's 61 optimiser steps"):
+            schedule.check_end(61)
+    Schedule(total_steps=60, decay="constant").check_end(61)
+    Schedule().check_end(61)
+
+
 def test_scale_rates_scales_all_groups_during_a_warm_up() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=1.0)
