@@ -192,11 +192,19 @@ def with_source_prompts(
     return replace(settings, prompts=model.prompts | from_sources | text.prompts)
 
 
-def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:
-    """Warn if queries are trained with prompts but encoding uses none by default."""
+def warn_of_unnamed_prompts(
+    text: TextSettings, sources: Sequence[SourceConfig], has_instructions: bool = False
+) -> None:
+    """Warn if texts are trained with prompts, or queries with instructions of records, but encoding uses none."""
     if "query" not in text.prompts and any(any(source.query_prompts(text)) for source in sources):
         what = "the sources have different query prompts, so encoding uses none by default"
         logger.warning("%s; pass prompt_name (the name of a source), or set `query` in data.text.prompts", what)
+    elif "query" not in text.prompts and has_instructions:
+        what = "records have instructions, but encoding uses none by default"
+        logger.warning("%s; pass the prompt, or set `query` in data.text.prompts", what)
+    if "document" not in text.prompts and any(source.document_prompt for source in sources):
+        what = "the sources have different document prompts, so encoding uses none by default"
+        logger.warning("%s; pass the prompt, or set `document` in data.text.prompts", what)
 
 
 def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) -> None:

@@ -384,7 +384,8 @@ class EmbeddingDataModule(PlannedDataModule):
         for source in sources:
             if source.cached.longest_instruction is not None:
                 check_instruction(self._tokenizer_for(self._trained_module), *source.cached.longest_instruction)
-        warn_of_unnamed_prompts(self._text_of(self._trained_module), self.sources)
+        has_instructions = any(source.cached.longest_instruction is not None for source in sources)
+        warn_of_unnamed_prompts(self._text_of(self._trained_module), self.sources, has_instructions)
         for source in sources:
             warn_of_unused_columns(source, self.num_negatives)
             if self.num_negatives:

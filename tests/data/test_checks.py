@@ -219,10 +219,23 @@ def test_the_settings_of_a_saved_model_include_the_prompts_of_its_sources(source
 
 def test_prompts_that_encoding_does_not_use_by_default_are_warned_of(caplog):
     differing = [config("a", **ANSWER), config("b", **SEARCH)]
-    for sources, given, expected in ((differing, {}, 1), (differing, {"query": ASK}, 0), ([config("a")], {}, 0)):
+    passages, plain = config("a", document_prompt="passage: "), config("b")
+    for sources, given, has_instructions, expected in (
+        (differing, {}, False, ["query prompts"]),
+        (differing, {}, True, ["query prompts"]),
+        (differing, {"query": ASK}, True, []),
+        ([plain], {}, False, []),
+        ([plain], {}, True, ["records have instructions"]),
+        ([passages], {}, False, []),
+        ([passages, plain], {}, False, ["document prompts"]),
+        ([passages, plain], {"document": ""}, False, []),
+    ):
         caplog.clear()
-        warn_of_unnamed_prompts(with_source_prompts(TextSettings(prompts=given), sources), sources)
-        assert len(caplog.records) == expected
+        text = with_source_prompts(TextSettings(prompts=given), sources)
+        warn_of_unnamed_prompts(text, sources, has_instructions)
+        assert [part in message for part, message in zip(expected, caplog.messages, strict=True)] == [True] * len(
+            expected
+        )
 
 
 @pytest.mark.parametrize(
