@@ -168,6 +168,14 @@ def warn_of_unscored_negatives(source: SourceDataset) -> None:
         logger.warning("source %s: %s, %s; %s", source.config.name, what, why, fix)
 
 
+def warn_of_several_surrogates(sources: Sequence[SourceDataset]) -> None:
+    """Warn if the surrogate vectors of two sources are by two models: a cosine of such vectors has no meaning."""
+    models = {source.surrogates.model for source in sources if source.surrogates is not None}
+    if len(models) > 1:
+        what = "the surrogate vectors are by different models, so scores between texts of two sources are meaningless"
+        logger.warning("%s; encode all sources with one model, or draw each batch from one source", what)
+
+
 def with_source_prompts(
     text: TextSettings, sources: Sequence[SourceConfig], model: TextSettings | None = None
 ) -> TextSettings:

@@ -32,6 +32,7 @@ from embeddings.data.checks import (
     check_negatives_asked_for,
     check_negatives_found,
     check_prompts,
+    warn_of_several_surrogates,
     warn_of_unnamed_prompts,
     warn_of_unscored_negatives,
     warn_of_unused_columns,
@@ -386,6 +387,7 @@ class EmbeddingDataModule(PlannedDataModule):
                 check_instruction(self._tokenizer_for(self._trained_module), *source.cached.longest_instruction)
         has_instructions = any(source.cached.longest_instruction is not None for source in sources)
         warn_of_unnamed_prompts(self._text_of(self._trained_module), self.sources, has_instructions)
+        warn_of_several_surrogates(sources)
         for source in sources:
             warn_of_unused_columns(source, self.num_negatives)
             if self.num_negatives:

@@ -46,6 +46,11 @@ class SurrogateVectors:
         return self._query_shards.width
 
     @property
+    def model(self) -> str | None:
+        """The hash of the model that made the vectors; None if the folder does not say."""
+        return self._query_shards.model
+
+    @property
     def has_negatives(self) -> bool:
         return self._negatives is not None
 
@@ -86,6 +91,7 @@ class _Shards:
     def __init__(self, folder: Path, kind: str, source_key: str, check_files: bool) -> None:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
         self.folder, self.width = folder, fields.integer("embedding_dim", minimum=1)
+        self.model: str | None = fields.get("model_sha256")
         self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", minimum=1)
         for shard in range(-(-self.num_rows // self.shard_size)):
             array = _mapped(folder / _file(shard), check_files)

@@ -7,6 +7,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset
+from embeddings.data.checks import warn_of_several_surrogates
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
@@ -139,6 +140,17 @@ def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(pl
     manifest = folder / "documents" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
     refused(InputError, "field 'complete' is False", with_vectors, plain, folder)
+
+
+def test_vectors_by_different_models_are_warned_of(plain, tmp_path, caplog):
+    folders = [write_surrogates(tmp_path / name, plain.cached) for name in ("a", "b")]
+    for model, expected in (("one", 0), ("two", 1)):
+        for folder, name in zip(folders, ("one", model), strict=True):
+            for role in ("queries", "documents"):
+                rewrite_manifest(folder / role / "manifest.json", model_sha256=name)
+        caplog.clear()
+        warn_of_several_surrogates([plain, *(with_vectors(plain, folder) for folder in folders)])
+        assert ["by different models" in message for message in caplog.messages] == [True] * expected
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
