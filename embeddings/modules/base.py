@@ -528,7 +528,10 @@ class ContrastiveModule(BaseModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if "text_settings" in checkpoint:
-            self.embedder.text = TextSettings(**checkpoint["text_settings"])
+            text = TextSettings(**checkpoint["text_settings"])
+            data = None if self._trainer is None else run_data(self.trainer)
+            # A resumed run may have other settings.
+            self.embedder.text = text if data is None else data.text_for(text)
 
     def _backward_scale(self) -> float:
         """The factor that Lightning applies to the returned loss; GradCache's own backward passes need it too."""

@@ -85,6 +85,18 @@ def test_an_infinite_gradient_in_an_accumulated_batch_stops_the_run(
         changes(tmp_path, config, batch=2)
 
 
+def test_a_resumed_run_saves_the_text_settings_that_its_batches_have(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [component(f"{__name__}.SavesAfter", folder=str(tmp_path), after=[2])]
+    first = fit(tmp_path, config, "--trainer.max_steps=2").model.embedder.text
+    goes_on = f"--ckpt_path={tmp_path / 'cut-2.ckpt'}"
+    assert fit(tmp_path, config, goes_on).model.embedder.text == first
+    changed = fit(tmp_path, config, goes_on, "--data.init_args.text.query_max_length=12")
+    assert changed.datamodule.train_dataloader().dataset.collate_fn.tokenizer.settings.query_max_length == 12
+    assert changed.model.embedder.text.query_max_length == 12
+    assert read_checkpoint(tmp_path / "whole.ckpt")["text_settings"]["query_max_length"] == 12
+
+
 class SavesAfter(L.Callback):
     """Writes `cut-N.ckpt` after N batches, for each N in `after`, and `whole.ckpt` when the run ends."""
 
