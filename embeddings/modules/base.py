@@ -500,16 +500,20 @@ class ContrastiveModule(BaseModule):
         return output.loss
 
     def _check_first_batches(self, useless: list[Tensor], means: Mapping[str, Tensor]) -> None:
-        """Stop a run whose first batches train nothing."""
+        """Stop a run whose first batches train nothing, and warn if the teacher's term is 0 in all of them."""
         if not useless:
             self._num_first = min(FIRST_BATCHES, self._trainer_steps() or FIRST_BATCHES)
         has_distillation = means.get("distillation", torch.zeros_like(means["loss"])) != 0
         has_negatives = (means["no_negative_fraction"] < 1) & (means["loss"] != 0)
-        useless.append(~(has_negatives | has_distillation))
+        useless.append(torch.stack([~(has_negatives | has_distillation), ~has_distillation]))
         if len(useless) < self._num_first:
             return
         self._first_useless = None
-        if bool(torch.stack(useless).all()):
+        is_useless, has_no_teacher = torch.stack(useless).all(dim=0).tolist()
+        if self.loss.has_teacher and has_no_teacher:
+            line = "in the first %d batches the term of the teacher is 0: the texts lack its scores or vectors"
+            logger.warning(line, len(useless))
+        if is_useless:
             what = (
                 f"in the first {len(useless)} batches the loss is 0 or no query has a negative, so nothing is trained"
             )

@@ -1,6 +1,7 @@
 """Frozen teachers of states and of vectors: plain steps, GradCache, two ranks, full runs; zero-keeping LoRA."""
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,19 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_its_checkpoint_omits_
     module = NVEmbedModule.load_from_checkpoint(tmp_path / "whole.ckpt")
     assert module.loss.teacher == str(tmp_path / "teacher")
     assert not any("teacher" in name for name in module.state_dict())
+
+
+def test_a_teacher_without_an_effect_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = run_config(tmp_path)
+    config["model"]["init_args"]["loss"] = component("embeddings.losses.MarginMSE", temperature=0.1)
+    for num_scored, is_warned in ((3, False), (1, True)):
+        scores = [[2.0, 1.0, 0.0][:num_scored] + [None] * (3 - num_scored)] * 64
+        rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+        lines = [json.dumps(row | {"scores": each}) for row, each in zip(rows, scores, strict=True)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+        caplog.clear()
+        fit(tmp_path, config)
+        assert any("the term of the teacher is 0" in message for message in caplog.messages) is is_warned
 
 
 def test_a_missing_teacher_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
