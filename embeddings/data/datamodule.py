@@ -380,6 +380,9 @@ class EmbeddingDataModule(PlannedDataModule):
         check_labels(sources, needs)
         plan = self._plan()
         if isinstance(plan, CurriculumBatchSampler):
+            if self.num_negatives == 0:
+                rule = "must be >= 1 for a curriculum of hard negatives"
+                raise OptionError("data.num_negatives", 0, rule, "MGH uses 1, or use another sampler")
             check_levels(sources, plan.levels, allow_missing=plan.missing_level == "coarser")
         self._check_plan(plan)
         for source in sources:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -193,6 +194,14 @@ def test_a_source_without_negatives_ends_the_run_before_its_first_step(options, 
     says = "source 'lonely': has neither in-batch nor hard negatives"
     refused(InputError, says, quiet_trainer(max_epochs=1).fit, module, data)
     assert module.rows == []
+
+
+def test_a_curriculum_without_hard_negatives_is_refused(options):
+    sampler = partial(CurriculumBatchSampler, order="fixed", level=1)
+    changes = {"num_negatives": 0, "sampler": sampler, "sources": options["sources"][:1]}
+    data = EmbeddingDataModule(**options | changes)
+    says = r"data\.num_negatives must be >= 1 for a curriculum"
+    refused(OptionError, says, attached(data, Ledger(rows_in, TOKENIZER)).prepare_data)
 
 
 def test_batches_follow_the_options_of_the_sources(options):
