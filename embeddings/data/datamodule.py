@@ -253,7 +253,7 @@ class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
         plan.identify(self._identities())
         if self.trainer is not None:
             plan.set_run(RunLength.of(self.trainer, len(plan)))
-            plan.repeats_epoch = self.trainer.overfit_batches > 0
+            plan.repeats_epoch = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         return plan
 
     def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:

@@ -119,7 +119,8 @@ class Schedule:
         """Check that the run ends no later than the decay; `trainer_steps` is its exact length."""
         if self.decay != "constant" and self.total_steps is not None and (trainer_steps or 0) > self.total_steps:
             rule = f"must not be below the run's {trainer_steps} optimiser steps: the rate of the last ones would be 0"
-            raise OptionError("model.schedule.total_steps", self.total_steps, rule, "raise it, or leave it out")
+            hint = "raise it, leave it out, or lower trainer.max_steps"
+            raise OptionError("model.schedule.total_steps", self.total_steps, rule, hint)
 
     def _length(self, trainer_steps: int | None) -> int | None:
         total_steps = self.total_steps or trainer_steps
