@@ -378,7 +378,9 @@ def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
         steps = [tokenizers.normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
         backend.normalizer = tokenizers.normalizers.Sequence(steps)
     positions = num_positions(model) or getattr(model.config, "max_position_embeddings", None) or 512
-    length = settings.get("max_seq_length") or min(tokenizer.model_max_length, positions)
+    given = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+    length = given.get("model_max_length") or settings.get("max_seq_length")
+    length = length or min(tokenizer.model_max_length, positions)
     return {f"{role}_max_length": int(settings.get(f"{role}_length") or length) for role in ("query", "document")}
 
 

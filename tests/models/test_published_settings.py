@@ -117,6 +117,14 @@ def test_the_file_of_lengths_may_have_the_name_of_an_early_release(tmp_path, kin
     assert difference(theirs(folder), ours(folder)) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["processor_kwargs", "tokenizer_args"])
+def test_the_length_may_be_among_the_tokenizer_s_options(tmp_path, name):
+    folder = published(tmp_path / "model", tiny_bert(num_positions=32), max_length=32)
+    edit(folder / "sentence_bert_config.json", **{"max_seq_length": 16, name: {"model_max_length": 12}})
+    assert Embedder.from_pretrained(folder).text.document_max_length == 12
+    assert difference(theirs(folder), ours(folder)) <= 1e-5
+
+
 PROMPTS = {"query": "how: ", "classification": "sum of: "}
 
 
