@@ -14,10 +14,11 @@ from embeddings.common.errors import refuse_given
 from embeddings.common.jobs import TaskOptions, discard_on_user_error, require_free
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
+from embeddings.data.readers import open_reader
 from embeddings.data.sources import SuspectRows
 from embeddings.data.store import open_cached, record_place
 from embeddings.evaluation import find_evaluation_folders, read_evaluation_folder
-from embeddings.evaluation.folders import RetrievalFolder, read_retrieval_files, retrieval_files_of
+from embeddings.evaluation.folders import RetrievalFolder, read_retrieval_files, retrieval_files, retrieval_files_of
 from embeddings.inference import Encoder
 from embeddings.mining import (
     ClusterSettings,
@@ -293,8 +294,8 @@ def decontaminator(
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
     """The test texts of all evaluation folders at or below `roots`, as queries and as documents.
 
-    Documents of retrieval and reranking folders are included if `documents` is set. Texts of other folders have both
-    roles.
+    Documents of retrieval and reranking folders are included if `documents` is set; those with a title also without
+    it, as training texts may be. Texts of other folders have both roles.
     """
     queries: list[str] = []
     document_texts: list[str] = []
@@ -303,6 +304,9 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTex
         if isinstance(folder, RetrievalFolder):
             queries += folder.queries
             document_texts += folder.documents if documents else []
+            if documents and folder.kind == "retrieval":
+                rows = open_reader(retrieval_files(path).corpus, ("title", "text"), ("text",))
+                document_texts += [row["text"] for _, row in rows if row.get("title") and row["text"]]
             continue
         # A classification folder's training texts are not test texts.
         texts = folder.splits["test"]["text"] if folder.kind == "classification" else folder.context_texts

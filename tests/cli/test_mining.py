@@ -206,7 +206,8 @@ def folder_of(path: Path, name: str, rows: list) -> Path:
 
 
 def test_texts_of_all_kinds_of_evaluation_folders_are_read(tmp_path):
-    retrieval = write_retrieval_folder(tmp_path / "all" / "retrieval")
+    path = write_retrieval_folder(tmp_path / "all" / "retrieval") / "corpus.jsonl"
+    path.write_text(path.read_text().replace('"title": ""', '"title": "a title"', 1))
     sts = [{"sentence1": f"one {row}", "sentence2": f"two {row}", "score": row} for row in range(2)]
     folder_of(tmp_path / "all" / "sts", "test", sts)
     labelled = [{"text": f"tested {row}", "label": row % 2} for row in range(4)]
@@ -223,8 +224,9 @@ def test_texts_of_all_kinds_of_evaluation_folders_are_read(tmp_path):
     both = {"one 0", "two 1", "tested 3", "grouped 0", "same 1", "written", "drawn"}
     assert both <= set(texts.queries) & set(texts.documents)
     assert "trained" not in {*texts.queries, *texts.documents}
-    corpus = [json.loads(line)["text"] for line in (retrieval / "corpus.jsonl").read_text().splitlines()]
-    assert any(corpus[0] in text for text in texts.documents)
+    corpus = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    # A document with a title is compared with and without it.
+    assert {corpus[0], f"a title {corpus[0]}", corpus[1]} <= set(texts.documents)
     without = evaluation_texts([tmp_path / "all", tmp_path / "groups"], documents=False)
     assert without.queries == texts.queries
     assert not any(corpus[0] in text for text in without.documents)
