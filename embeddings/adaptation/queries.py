@@ -69,7 +69,7 @@ class QuerySettings:
         held_out_share: Share of the documents that are held out; default 0.2, or 0 if real queries have judgements.
         hold_out_judged: Whether the documents with relevant passages of real queries are held out too.
         training_share: Share of the judged real queries that are trained on. Queries about one document are on one
-            side, but for those of one document; passages that answer the others are not trained on, unless
+            side, those of a single document perhaps on both; passages that answer the others are not trained on, unless
             `hold_out_judged` is off. Default: two thirds of what is not for validation (0.5) if 500 queries are judged,
             else 0.
         validation_share: Share of the judged real queries that are for validation; the rest is the test.

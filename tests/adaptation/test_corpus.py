@@ -74,6 +74,11 @@ def test_passages_are_a_corpus(write):
     assert report.tokens[0] <= report.tokens[1] <= report.tokens[2] <= 512
 
 
+def test_the_letters_that_the_tokenizer_does_not_know_are_those_of_one_call(write):
+    for files, share in (({"a.txt": "თბილისი fox"}, 7 / 11), ({"a.txt": "the quick fox"}, 0.0)):
+        assert write(files)[0].unknown == share
+
+
 def test_the_same_documents_give_the_same_bytes(write):
     files = {f"{n}.md": f"# T{n}\n\n{words(f'w{n}x')}" for n in range(5)}
     report, _ = write(files)
