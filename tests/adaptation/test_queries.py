@@ -392,14 +392,18 @@ def test_some_unknown_passages_are_counted_and_only_irrelevant_ones_refused(rows
     assert not (tmp_path / "new").exists()
 
 
-def test_a_judged_id_that_rows_of_several_files_have_is_noted(rows, tmp_path):
+@pytest.mark.parametrize(("other", "is_noted"), [("b", True), ("a", False)])
+def test_a_judged_id_that_rows_of_several_files_have_is_noted(other, is_noted, rows, tmp_path):
     some = [
-        {**row, "document": str(number), "file": f"{name}.csv"} for name in "ab" for number, row in enumerate(rows[:3])
+        {**row, "document": str(number), "file": f"{name}.csv"}
+        for name in ("a", other)
+        for number, row in enumerate(rows[:3])
     ]
     path = write_rows(tmp_path / "tables.jsonl", [{**row, "_id": f"p{place}"} for place, row in enumerate(some)])
     log = write_rows(tmp_path / "log.jsonl", [{"query": "where", "document": "1"}, {"query": "who", "passage": "p5"}])
     report = make_queries(path, tmp_path / "out", log=log)
-    assert "'1' is the id of rows in several files, which are all judged: name their passages" in report.notes
+    note = "'1' is the id of rows in several files, which are all judged: name their passages"
+    assert (note in report.notes) == is_noted
 
 
 def test_passages_without_queries_are_refused(tmp_path):

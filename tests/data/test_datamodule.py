@@ -251,6 +251,15 @@ class Templated(Ledger):
         self.text = TextSettings(instruction_template=template)
 
 
+def test_instructions_of_records_that_encoding_does_not_use_are_warned_of(tmp_path, caplog):
+    for added, is_warned in (({}, False), ({"instruction": "find"}, True)):
+        caplog.clear()
+        path = write_jsonl(tmp_path / f"{is_warned}.jsonl", [row | added for row in pairs(8)])
+        data = EmbeddingDataModule([SourceConfig("a", str(path))], batch_size=4, cache_dir=str(tmp_path / "cache"))
+        quiet_trainer(max_steps=1).fit(Templated("do {instruction} "), data)
+        assert ("records have instructions" in caplog.text) == is_warned
+
+
 def test_instructions_are_in_the_template_of_the_module_in_each_fit(options):
     options["sources"] = [SourceConfig("first", options["sources"][0].path, instruction="how do I")]
     data, alone = EmbeddingDataModule(**options), EmbeddingDataModule(**options)

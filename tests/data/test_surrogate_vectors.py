@@ -7,7 +7,6 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset
-from embeddings.data.checks import warn_of_several_surrogates
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
@@ -144,13 +143,16 @@ def test_vectors_of_another_source_incomplete_or_of_another_width_are_refused(pl
 
 def test_vectors_by_different_models_are_warned_of(plain, tmp_path, caplog):
     folders = [write_surrogates(tmp_path / name, plain.cached) for name in ("a", "b")]
+    sources = [
+        SourceConfig(each.name, plain.config.path, suspect_rows="keep", surrogate_vectors=str(each)) for each in folders
+    ]
     for model, expected in (("one", 0), ("two", 1)):
         for folder, name in zip(folders, ("one", model), strict=True):
             for role in ("queries", "documents"):
                 rewrite_manifest(folder / role / "manifest.json", model_sha256=name)
         caplog.clear()
-        warn_of_several_surrogates([plain, *(with_vectors(plain, folder) for folder in folders)])
-        assert ["by different models" in message for message in caplog.messages] == [True] * expected
+        EmbeddingDataModule(sources, batch_size=2, cache_dir=str(tmp_path / "cache")).prepare_data()
+        assert caplog.text.count("by different models") == expected
 
 
 @pytest.mark.parametrize("role", ["queries", "documents"])
