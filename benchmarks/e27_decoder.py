@@ -67,8 +67,14 @@ MORE = {
     ),
     "one stage, no in-batch negatives": replace(MAIN[WHOLE], negatives=True, in_batch=False),
     # As many as in the paper.
-    "one stage, seven negatives": replace(MAIN[WHOLE], negatives=7),
-    "two stages, seven negatives": replace(MAIN[WHOLE], negatives=7, first_steps=20, in_batch=False),
+    **{
+        f"{name}, seven negatives{suffix}": replace(recipe, negatives=7, learning_rate=rate)
+        for suffix, rate in (("", MAIN[WHOLE].learning_rate), (FAST, 2e-3))
+        for name, recipe in {
+            "one stage": MAIN[WHOLE],
+            "two stages": replace(MAIN[WHOLE], first_steps=20, in_batch=False),
+        }.items()
+    },
     **{
         f"{name}, learning rate {rate:g}": replace(MAIN[name], learning_rate=rate)
         for name in MAIN
@@ -114,9 +120,15 @@ GAINS = [
     (f"two stages, in-batch negatives in both{FAST}", f"one stage{FAST}"),
     (f"one stage{FAST}", f"{WHOLE}{FAST}"),
     ("one stage", "one stage, no in-batch negatives"),
-    ("two stages, seven negatives", "one stage, seven negatives"),
-    ("two stages, seven negatives", "two stages"),
-    ("one stage, seven negatives", "one stage"),
+    *(
+        (f"{better}{suffix}", f"{than}{suffix}")
+        for suffix in ("", FAST)
+        for better, than in (
+            ("two stages, seven negatives", "one stage, seven negatives"),
+            ("two stages, seven negatives", "two stages"),
+            ("one stage, seven negatives", "one stage"),
+        )
+    ),
     (f"{WHOLE}, 3,840 pairs", "causal, mean, 3,840 pairs"),
     (f"{WHOLE}, 10,200 pairs", "untrained, MiniLM"),
     (f"two stages, 5e-4 in the second{FAST}", f"one stage{FAST}"),

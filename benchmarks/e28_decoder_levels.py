@@ -36,6 +36,7 @@ ORDERS = {
     "levels, reverse": replace(ADAPTED, order="reverse"),
     "levels, random": replace(ADAPTED, order="random"),
 }
+ORDERS |= {f"{name}{FAST}": replace(recipe, learning_rate=2e-3) for name, recipe in ORDERS.items()}
 # The decoder after masked next-token prediction.
 MNTP = "SmolLM2-135M after MNTP"
 CASES = {
@@ -50,9 +51,11 @@ GAINS = [
         for other in ("mean", "last token")
         for rate in ("", FAST)
     ),
-    ("levels, coarse to fine", "levels, reverse"),
-    ("levels, coarse to fine", "levels, random"),
-    ("levels, coarse to fine", "MNTP, mask removed, anchor tokens"),
+    *(
+        (f"levels, coarse to fine{rate}", f"{other}{rate}")
+        for rate in ("", FAST)
+        for other in ("levels, reverse", "levels, random", "MNTP, mask removed, anchor tokens")
+    ),
 ]
 
 
