@@ -1,11 +1,12 @@
-"""Queries that a language model writes for passages: one line a request, after examples of the same documents."""
+"""Queries that a language model writes for passages: one line a request, after examples or for a kind of search."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
@@ -21,14 +22,15 @@ from embeddings.adaptation.candidates import (
 from embeddings.adaptation.sentences import is_question, num_words, plain, sentences
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
-from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
 from embeddings.common.text import printable, shorten
 from embeddings.synthesis.client import ChatClient, Limits, Request, Sampling, check_endpoint, find_model, make_request
-from embeddings.synthesis.generate import open_job
+from embeddings.synthesis.generate import Job, open_job
+from embeddings.synthesis.prompts import NV_EMBED
 from embeddings.synthesis.runner import described, unusable_error
-from embeddings.synthesis.validate import Answer, RejectedAnswer
+from embeddings.synthesis.validate import Answer, RejectedAnswer, normalised, parse_answer, read_tasks
 
+Form = Literal["line", "tasks"]
 KIND = "model"
 MAX_REQUESTS = 2_000
 MAX_ANSWER_TOKENS, TEMPERATURE = 32, 0.7
@@ -36,14 +38,28 @@ INSTRUCTION = (
     "Write one line: a short search query that this passage answers, in the language of the passage, without copying "
     "its title or its sentences."
 )
+# The two steps of NV-Embed's synthesis (arXiv:2405.17428, section 4.3, Tables 15 and 16), for given passages.
+TASKS_INSTRUCTION = (
+    "These passages are from one collection. Think up kinds of search that people make in such a collection.\n\n"
+    "Keep to these rules:\n- A kind is one sentence, such as: Given a fault, find the steps that mend it.\n"
+    "- A kind leaves room for many queries, and no two are alike.\n\n"
+    "Answer with a JSON list of about {num_tasks} strings, one string a kind. Write nothing before or after the list."
+)
+TASK_INSTRUCTION = (
+    "Kind of search: {task}\n\nWrite one line: a query of this kind, as far as the passage allows, which the passage "
+    "answers. The query is {query_type}, has {query_length}, is {clarity}, and takes {difficulty} education to "
+    "understand. Write it in the language of the passage, without copying its title or its sentences."
+)
+_PLACEHOLDERS = NV_EMBED.category("short_long").placeholders
+# Lists of kinds of search, passages that each is for, and the maximum tokens of its answer and of a query then. Their
+# numbers do not depend on the number of requests, so that more requests do not change the earlier ones.
+_NUM_LISTS, _LIST_PASSAGES, _LIST_TOKENS, _TASK_QUERY_TOKENS = 5, 10, 2_048, 64
 # Examples of a request, those of a kind from which they are chosen, and the most words of an example's query.
 NUM_EXAMPLES, _POOL, _MOST_WORDS = 4, 64, 15
 # Characters of an example's passage and of the passage itself in a prompt.
 _EXAMPLE_CHARACTERS, _PASSAGE_CHARACTERS = 300, 1_500
 # A shorter query may occur in the examples by chance, and fewer words twice in a query.
 _LEAST_ECHO = _LEAST_REPEAT = 4
-# Bytes of a token, to estimate what the prompts cost.
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -55,12 +71,15 @@ class QueryModel:
         model: The model's name at the endpoint; None for the only one that it lists.
         max_requests: Maximum passages that the model is asked about; a random sample of this size.
         stream: Whether answers come in parts; False for a server that cannot.
+        form: `line` shows examples of the documents' own queries, for models of any size. `tasks` is for strong models:
+            first kinds of search in these documents, then a query of a random kind, length, clarity and difficulty.
     """
 
     endpoint: str
     model: str | None = None
     max_requests: int = MAX_REQUESTS
     stream: bool = True
+    form: Form = "line"
 
     def __post_init__(self) -> None:
         check_endpoint(self.endpoint)
@@ -70,7 +89,8 @@ class QueryModel:
     @property
     def fields(self) -> dict[str, Any]:
         """What determines the queries, for a manifest. The address may contain a password."""
-        return {"endpoint": text_hash(self.endpoint), "model": self.model, "max_requests": self.max_requests}
+        fields = {"endpoint": text_hash(self.endpoint), "model": self.model, "max_requests": self.max_requests}
+        return {**fields, "form": self.form}
 
     def found(self) -> "QueryModel":
         """The same with the model's name; an `InputError` if nothing answers at the endpoint."""
@@ -93,24 +113,23 @@ def written_queries(
     `OUTPUT.work`, in a folder of each model; a request that has one is not sent again.
     """
     assert model.model is not None
-    sampling = Sampling(model.model, TEMPERATURE, MAX_ANSWER_TOKENS, extra_body={"stop": ["\n"]}, stream=model.stream)
+    has_tasks = model.form == "tasks"
+    max_tokens = _TASK_QUERY_TOKENS if has_tasks else MAX_ANSWER_TOKENS
+    sampling = Sampling(model.model, TEMPERATURE, max_tokens, extra_body={"stop": ["\n"]}, stream=model.stream)
     folder = answer_folder(output, sampling)
-    client = ChatClient(model.endpoint, sampling, Limits(max_attempts=1))
-    examples = Examples(offered, seed)
-    passages = _chosen(path, is_held_out, model.max_requests, seed)
-    requests = [_request(each, examples, statistics, seed) for each in passages]
-    candidates, causes = list[Candidate](), list[str]()
-    with open_job(folder, {"kind": "model queries"}, {}, client) as job:
-        journal = job.runner.journal
-        missing = [request for request in requests if journal.get(request.key) is None]
-        _announce(sampling.model, missing, len(requests) - len(missing))
-        job.runner.hint = f"name a stronger model, or leave out --endpoint (the answers are in {folder})"
+    hint = f"name a stronger model, or leave out --endpoint (the answers are in {folder.parent})"
+    passages = _chosen(path, is_held_out, max(model.max_requests, _NUM_LISTS * _LIST_PASSAGES), seed)
+    tasks, num_tokens = _brainstormed(passages, output, model, hint, seed) if has_tasks else ([], 0)
+    passages, examples = passages[: model.max_requests], Examples(() if has_tasks else offered, seed)
+    requests = [_request(each, examples, tasks, statistics, seed) for each in passages]
+    candidates, causes, shown = list[Candidate](), list[str](), list[str]()
+    with _opened(folder, model, sampling, hint) as job:
+        job.runner.announce(requests)
         job.runner.run(lambda: enumerate(requests), len(requests), "queries")
-        shown, num_tokens = list[str](), 0
+        num_tokens += job.runner.journal.num_tokens(request.key for request in requests)
         for request in requests:
-            answer = journal.get(request.key)
+            answer = job.runner.journal.get(request.key)
             assert answer is not None
-            num_tokens += (answer.prompt_tokens or 0) + (answer.completion_tokens or 0)
             try:
                 candidate = request.read(request.parse(answer))
                 assert isinstance(candidate, Candidate)
@@ -119,10 +138,48 @@ def written_queries(
                 causes.append(error.cause)
                 shown.append(described(error.cause, answer.content or error.detail))
         if causes and not candidates:
-            raise unusable_error(sampling, f"all {len(causes)}", shown, job.runner.hint)
-    asked = f"{sampling.model}: {len(requests)} passages asked about, {num_tokens} tokens"
+            raise unusable_error(sampling, f"all {len(causes)}", shown, hint)
+    kinds = f" by {len(tasks)} kinds of search" if has_tasks else ""
+    asked = f"{sampling.model}: {len(requests)} passages asked about{kinds}, {num_tokens} tokens"
     note = f"{asked}; the answers are in {folder.parent.name}, and its queries are for training only"
     return candidates, causes, note
+
+
+@contextmanager
+def _opened(folder: Path, model: QueryModel, sampling: Sampling, hint: str) -> Iterator[Job]:
+    client = ChatClient(model.endpoint, sampling, Limits(max_attempts=1))
+    with open_job(folder, {"kind": "model queries"}, {}, client) as job:
+        job.runner.hint = hint
+        yield job
+
+
+def _brainstormed(
+    passages: Sequence[Passage], output: Path, model: QueryModel, hint: str, seed: int
+) -> tuple[list[str], int]:
+    """The different kinds of search that a model thinks up for lists of passages, and the tokens that they took."""
+    assert model.model is not None
+    sampling = Sampling(model.model, 1.0, _LIST_TOKENS, stream=model.stream)
+    instruction, requests = TASKS_INSTRUCTION.format(num_tasks=NV_EMBED.tasks_per_list // 2), list[Request]()
+    for number in range(_NUM_LISTS):
+        if own := passages[number : _NUM_LISTS * _LIST_PASSAGES : _NUM_LISTS]:
+            texts = (shorten(f"{each.title}\n{each.text}", _EXAMPLE_CHARACTERS) for each in own)
+            prompt = "\n\n".join([*(f"Passage: {text}" for text in texts), instruction])
+            requests.append(make_request(f"tasks/{number}", prompt, seed, read_tasks, wants_object=False))
+    tasks, problems = dict[str, str](), list[str]()
+    with _opened(answer_folder(output, sampling), model, sampling, hint) as job:
+        job.runner.announce(requests)
+        job.runner.run(lambda: enumerate(requests), len(requests), "kinds of search")
+        for request in requests:
+            answer = job.runner.journal.get(request.key)
+            assert answer is not None
+            try:
+                for task in read_tasks(parse_answer(answer)):
+                    tasks.setdefault(normalised(task), task)
+            except RejectedAnswer as error:
+                problems.append(described(error.cause, answer.content or error.detail))
+        if problems and not tasks:
+            raise unusable_error(sampling, f"all {len(problems)}", problems, hint)
+        return [*tasks.values()], job.runner.journal.num_tokens(request.key for request in requests)
 
 
 def answer_folder(output: Path, sampling: Sampling) -> Path:
@@ -130,16 +187,6 @@ def answer_folder(output: Path, sampling: Sampling) -> Path:
     path = output.expanduser().resolve()
     name = regex.sub(r"[^\w.-]+", "-", sampling.model)[-60:].lstrip(".-")
     return path.with_name(f"{path.name}.work") / f"{name}-{text_hash(repr(sampling.fields)) % 2**32:08x}"
-
-
-def _announce(model: str, missing: Sequence[Request], num_saved: int) -> None:
-    """Say what the requests may cost, before the first is sent."""
-    if missing:
-        prompts = sum(request.num_bytes // _TOKEN_BYTES for request in missing)
-        tokens = f"some {prompts:,} tokens of prompts (estimated) and at most {MAX_ANSWER_TOKENS * len(missing):,}"
-        logger.info(
-            "%s: %s requests, %s of answers; %s answers are saved", model, f"{len(missing):,}", tokens, f"{num_saved:,}"
-        )
 
 
 def _chosen(path: Path, is_held_out: Callable[[str], bool], limit: int, seed: int) -> list[Passage]:
@@ -187,16 +234,23 @@ class Examples:
         return [*first.values(), *others][:NUM_EXAMPLES][::-1]
 
 
-def prompt_of(text: str) -> str:
-    return f"Passage: {text}\n\n{INSTRUCTION}"
+def prompt_of(text: str, instruction: str = INSTRUCTION) -> str:
+    return f"Passage: {text}\n\n{instruction}"
 
 
-def _request(passage: Passage, examples: Examples, statistics: WordStatistics, seed: int) -> Request:
-    chosen = examples.of(passage)
-    read = partial(read_query, passage=passage, examples=chosen, statistics=statistics)
+def _request(
+    passage: Passage, examples: Examples, tasks: Sequence[str], statistics: WordStatistics, seed: int
+) -> Request:
+    """A request for a query of one of the `tasks` if there are any."""
+    instruction, chosen = INSTRUCTION, examples.of(passage)
+    if tasks:
+        choices = {"task": tasks, **_PLACEHOLDERS}
+        drawn = {name: each[derive_seed(seed, name, passage.id) % len(each)] for name, each in choices.items()}
+        instruction = TASK_INSTRUCTION.format(**drawn)
+    read = partial(read_query, passage=passage, instruction=instruction, examples=chosen, statistics=statistics)
     # As an earlier conversation: chat models of any size then answer in the same form.
     shown = [(prompt_of(shorten(each.positive, _EXAMPLE_CHARACTERS)), each.query) for each in chosen]
-    prompt = prompt_of(shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS))
+    prompt = prompt_of(shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS), instruction)
     return make_request(f"query/{passage.id}", prompt, seed, read, wants_object=False, parse=read_line, examples=shown)
 
 
@@ -249,14 +303,20 @@ def read_line(answer: Answer) -> str:
     return query
 
 
-def read_query(query: str, passage: Passage, examples: Sequence[Candidate], statistics: WordStatistics) -> Candidate:
+def read_query(
+    query: str,
+    passage: Passage,
+    examples: Sequence[Candidate],
+    statistics: WordStatistics,
+    instruction: str = INSTRUCTION,
+) -> Candidate:
     """A query as a candidate; `RejectedAnswer` for an echo of the prompt and for a poor query (the detail says why)."""
     key, known = key_of(query), [key_of(each.query) for each in examples]
-    shown = key_of(" ".join([INSTRUCTION, *(each.positive for each in examples)]))
+    shown = key_of(" ".join([instruction, *(each.positive for each in examples)]))
     is_shown = num_words(query) >= _LEAST_ECHO and any(key in text for text in (shown, *known))
     # A copy of the passage is rejected as such.
     is_shown = is_shown and key not in key_of(f"{passage.title} {passage.text}")
-    opening = key_of(INSTRUCTION)[:40]
+    opening = key_of(instruction)[:40]
     if key in known or is_shown or opening in key or key.startswith("passage:"):
         raise RejectedAnswer("echoed_prompt", query)
     candidate = passage.candidate(query, KIND)

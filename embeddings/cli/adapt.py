@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from embeddings.adaptation.model_queries import QueryModel
+from embeddings.adaptation.model_queries import Form, QueryModel
 from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings, content_of
 from embeddings.adaptation.rankings import vector_folder
 from embeddings.adaptation.real_queries import REAL, deciding_items, write_label_file
@@ -32,6 +32,7 @@ from embeddings.common.io import (
     write_text,
 )
 from embeddings.common.jobs import JobFolder, discard_on_user_error
+from embeddings.data.records import NUM_LEVELS
 from embeddings.inference import Encoder
 from embeddings.inference.bm25 import ENGLISH, tokenizer
 from embeddings.inference.hybrid import WEIGHT, WORDS_FOLDER
@@ -66,6 +67,7 @@ def adapt(
     dry_run: bool = False,
     endpoint: str | None = None,
     endpoint_model: str | None = None,
+    endpoint_form: Form = "line",
 ) -> None:
     """Adapt a model to one's own documents, measure what it gained, and index the documents for search.
 
@@ -97,6 +99,8 @@ def adapt(
             `queries`). A second model is trained on them, and is used only if it is better on the validation part of
             `queries`; without these the language model is not asked.
         endpoint_model: The model's name at the endpoint; by default the only one that it lists.
+        endpoint_form: `line` asks for queries only; `tasks`, for strong models, for kinds of search, their queries, and
+            four negatives of each query, of levels 1 to 4, instead of mined ones (see `queries` and `synthesize`).
     """
     if not 0 < minutes < math.inf:
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
@@ -105,13 +109,17 @@ def adapt(
         refuse_given({"query_columns": query_columns, "training_share": training_share}, "needs --queries")
     tokenizer(language)
     if endpoint is None:
-        refuse_given({"endpoint_model": endpoint_model}, "needs --endpoint")
+        form = None if endpoint_form == "line" else endpoint_form
+        refuse_given({"endpoint_model": endpoint_model, "endpoint_form": form}, "needs --endpoint")
     else:
         QueryModel(endpoint, endpoint_model)
+        if endpoint_form == "tasks" and endpoint_model is None:
+            raise OptionError("endpoint_form", endpoint_form, "needs --endpoint-model", "name the model")
         if queries is None:
             worth = "only judged queries (--queries) tell whether its queries are worth training on"
             print(f"the language model is not asked: {worth}")
             endpoint = endpoint_model = None
+            endpoint_form = "line"
     config = CONFIG if training is None else Path(located(str(training.expanduser())))
     for name, path in (("documents", documents), ("--queries", queries), ("--training", config)):
         if path is not None and not path.expanduser().exists():
@@ -120,11 +128,13 @@ def adapt(
     contents = [content for _, content in read_configs(str(config))]
     is_complete = any(chooses(content, "model") for content in contents)
     configs = [config] if is_complete else [CONFIG, config]
-    steps = Steps(output.expanduser(), model, language, seed, dry_run)
+    negatives = ["--endpoint", endpoint, "--model", endpoint_model] if endpoint_form == "tasks" else None
+    steps = Steps(output.expanduser(), model, language, seed, dry_run, negatives)
     given: dict[str, Any] = {"--queries": queries, "--hold-out-judged": None if hold_out_judged else "false"}
     given |= {"--training-share": training_share}
     given |= {"--query-columns": json.dumps(query_columns) if query_columns else None}
     given |= {"--endpoint": endpoint, "--endpoint-model": endpoint_model}
+    given |= {"--endpoint-form": endpoint_form if endpoint_form != "line" else None}
     inputs = [word for option, value in given.items() if value is not None for word in (option, value)]
     renamed = ["--columns", json.dumps(columns)] if columns else []
     others = general if isinstance(general, list) else None if general is None else [general]
@@ -138,7 +148,7 @@ def adapt(
     fields |= {"queries": None if queries is None else str(queries.expanduser().resolve())}
     fields |= {"queries_sha256": None if queries is None else content_of(queries.expanduser())}
     fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}
-    fields |= {"endpoint": None if endpoint is None else text_hash(endpoint)}
+    fields |= {"endpoint": None if endpoint is None else text_hash(endpoint), "endpoint_form": endpoint_form}
     fields |= {"training": text_hash(json.dumps(contents, default=str))}
     with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
         JobFolder(steps.output, fields)
@@ -147,10 +157,16 @@ def adapt(
 
 
 class Steps:
-    """The commands of one adaptation, which share a folder."""
+    """The commands of one adaptation, which share a folder.
 
-    def __init__(self, output: Path, model: str, language: str, seed: int, dry_run: bool) -> None:
+    `negatives` are the words that name the language model which writes negatives for its queries, if one does.
+    """
+
+    def __init__(
+        self, output: Path, model: str, language: str, seed: int, dry_run: bool, negatives: list[Any] | None
+    ) -> None:
         self.output, self.model, self.language, self.seed, self.dry_run = output, model, language, seed, dry_run
+        self.negatives = negatives
         self.passages, self.queries, self.adapted = output / "passages.jsonl", output / "queries", output / "adapted"
         # The vectors of the passages by each model, which the steps share.
         self.encoded = output / "encoded"
@@ -261,13 +277,19 @@ class Steps:
         return False
 
     def train(self, configs: list[Path], minutes: float, suffix: str) -> None:
-        """Mine negatives, and train, on the pairs of a suffix."""
-        mined, trained = self.output / f"mined{suffix}.parquet", self.output / f"trained{suffix}"
+        """Mine negatives, or have them written for a language model's queries, and train, on the pairs of a suffix."""
         pairs, written = self.queries / f"pairs{suffix}.jsonl", self.output / f"train{suffix}.yaml"
-        choice = ["--num-negatives", NUM_NEGATIVES, "--seed", self.seed]
-        self.command("mine", "--model", self.model, "--input", pairs, "--output", mined, *choice)
+        trained = self.output / f"trained{suffix}"
+        if suffix and self.negatives is not None:
+            folder, num_negatives = self.output / f"negatives{suffix}", NUM_LEVELS
+            records, choice = folder / "records.jsonl", [*self.negatives, "--seed", self.seed]
+            self.command("synthesize", "--regenerate-negatives", pairs, "--output", folder, *choice)
+        else:
+            records, num_negatives = self.output / f"mined{suffix}.parquet", NUM_NEGATIVES
+            choice = ["--num-negatives", num_negatives, "--seed", self.seed]
+            self.command("mine", "--model", self.model, "--input", pairs, "--output", records, *choice)
         if not self.dry_run:
-            own = self.config(mined, trained, pairs, minutes)
+            own = self.config(records, trained, pairs, minutes, num_negatives)
             if configs == [CONFIG]:
                 own["model"]["init_args"]["optimizer"] = {"init_args": {"lr": LEARNING_RATE}}
             write_text(written, yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
@@ -283,7 +305,7 @@ class Steps:
         models = ["--start", self.model, "--trained", _listed(trained)]
         self.command("interpolate", *models, *judged, "--output", self.adapted, made=self.adapted / MANIFEST)
 
-    def config(self, records: Path, trained: Path, pairs: Path, minutes: float) -> dict[str, Any]:
+    def config(self, records: Path, trained: Path, pairs: Path, minutes: float, num_negatives: int) -> dict[str, Any]:
         """What is added to the configs of training: this model, these records, outputs and number of steps."""
         with open(pairs, encoding="utf-8") as file:
             kinds = [json.loads(line)["kind"] for line in file]
@@ -295,7 +317,7 @@ class Steps:
         pooling = component(f"embeddings.models.{type(embedder.pooling).__name__}", **embedder.pooling.arguments())
         model = {"initial_model": self.model, "pooling": pooling, "normalize": embedder.normalize}
         # Prompts and lengths are the starting model's.
-        data = {"text": None, "batch_size": BATCH_SIZE, "num_negatives": NUM_NEGATIVES}
+        data = {"text": None, "batch_size": BATCH_SIZE, "num_negatives": num_negatives}
         return {
             "seed_everything": self.seed,
             "trainer": {

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from embeddings.adaptation.model_queries import MAX_REQUESTS, QueryModel
+from embeddings.adaptation.model_queries import MAX_REQUESTS, Form, QueryModel
 from embeddings.adaptation.queries import MODEL_PAIRS, QueriesReport, QuerySettings, make_queries
 from embeddings.cli.mining import evaluation_texts
 from embeddings.common.errors import refuse_given
@@ -20,6 +20,7 @@ def queries(
     evaluation_data: Path | list[Path] | None = None,
     endpoint: str | None = None,
     endpoint_model: str | None = None,
+    endpoint_form: Form = "line",
     max_requests: int | None = None,
     stream: bool = True,
     *,
@@ -43,15 +44,19 @@ def queries(
             writes a query for training passages. The key, if any, is the environment variable OPENAI_API_KEY. Answers
             are kept in `OUTPUT.work`: after a kill the same command asks nothing twice.
         endpoint_model: The model's name at the endpoint; by default the only one that it lists.
+        endpoint_form: `line` asks for a query after examples of the documents' own; `tasks`, for strong models, first
+            for kinds of search, then for queries of random kinds, lengths and difficulties.
         max_requests: Maximum passages that the model is asked about, a random sample; default 2,000.
         stream: Whether answers come in parts; false for a server that cannot.
     """
     if endpoint is None:
         given = {"endpoint_model": endpoint_model, "max_requests": max_requests, "stream": None if stream else False}
+        given |= {"endpoint_form": None if endpoint_form == "line" else endpoint_form}
         refuse_given(given, "needs --endpoint")
         model = None
     else:
-        model = QueryModel(endpoint, endpoint_model, MAX_REQUESTS if max_requests is None else max_requests, stream)
+        limit = MAX_REQUESTS if max_requests is None else max_requests
+        model = QueryModel(endpoint, endpoint_model, limit, stream, endpoint_form)
     roots = evaluation_data if isinstance(evaluation_data, list) else [evaluation_data] if evaluation_data else []
     more = evaluation_texts(roots, documents=False) if roots else None
     report = make_queries(

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from embeddings.common.errors import InputError
 from embeddings.common.io import file_lock, fsync_path
 from embeddings.common.jobs import ArrayTask
+from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import one_line
 from embeddings.synthesis.client import FIRST_CONCURRENCY, MAX_SHOWN_CHARACTERS, ChatClient, Request, Sampling
@@ -25,6 +26,8 @@ from embeddings.synthesis.validate import Answer, RejectedAnswer
 FEW_ANSWERS, MANY_ANSWERS = 20, 50
 # Tokens that an endpoint's chat template adds to a prompt. Otherwise a prompt has at most one token per byte.
 _PROMPT_OVERHEAD = 64
+# Bytes of a token, to estimate what prompts cost.
+_TOKEN_BYTES = 4
 # Interval at which progress is shown, and at which the work of other processes is looked at.
 _POLL_SECONDS = 1.0
 
@@ -117,6 +120,11 @@ class Journal:
         self.completion_tokens += completion
         self._tokens[path] += prompt + completion
         self.num_answers += answer.refused is None
+
+    def num_tokens(self, keys: Iterable[str]) -> int:
+        """The tokens of the prompts and answers of some requests."""
+        answers = filter(None, map(self.get, keys))
+        return sum((answer.prompt_tokens or 0) + (answer.completion_tokens or 0) for answer in answers)
 
     def tokens_left(self, budget: int) -> int:
         """The tokens that this process may spend: all, or an equal share of what is not spent outside its array."""
@@ -244,6 +252,15 @@ class RequestRunner:
     @property
     def exhausted(self) -> bool:
         return self.num_tokens_needed > 0
+
+    def announce(self, requests: Iterable[Request]) -> None:
+        """Say what the requests without an answer may cost, before the first is sent."""
+        sizes = [request.num_bytes for request in requests if self.journal.get(request.key) is None]
+        if sizes:
+            model, max_tokens = self.client.sampling.model, self.client.sampling.max_answer_tokens
+            prompts = f"some {sum(sizes) // _TOKEN_BYTES:,} tokens of prompts (estimated)"
+            answers = f"at most {max_tokens * len(sizes):,} of answers; {len(self.journal):,} answers are saved"
+            logger.info("%s: %s requests, %s and %s", model, f"{len(sizes):,}", prompts, answers)
 
     def run(self, requests: Numbered, total: int, title: str) -> None:
         """Send the requests that have no answer yet, and those that follow unusable answers (`Request.retry`).

@@ -42,7 +42,7 @@ def passages(rows, tmp_path_factory):
 
 def passage_in(prompt):
     """The text of the passage that a prompt asks about, with its title."""
-    return prompt.removeprefix("Passage: ").removesuffix(f"\n\n{INSTRUCTION}")
+    return prompt.removeprefix("Passage: ").partition("\n\n")[0]
 
 
 def well(prompt):
@@ -321,6 +321,73 @@ def test_a_server_that_is_not_there_or_lists_no_single_model_is_refused_before_a
     message = refused(InputError, "no connection", ask, server, passages, tmp_path / "out", model="m")
     assert "start the server" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["named", "named.work"]
+
+
+def think_up(prompt, seed, count):
+    """A strong model: five kinds of search for a list of passages, of which one is known, and good queries."""
+    if "Think up kinds of search" in prompt:
+        kinds = [f"Given part {seed} {row}, find its place." for row in range(4)]
+        return Reply(json.dumps([*kinds, "Given a machine, find its parts."]))
+    return writes_well(prompt, seed, count)
+
+
+def test_a_strong_model_thinks_up_kinds_of_search_and_writes_a_query_of_one_for_each_passage(
+    rows, passages, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    with chat_server(think_up) as server:
+        report = ask(server, passages, tmp_path / "out", max_requests=60, form="tasks")
+        lists, requests = server.requests[:5], server.requests[5:]
+        assert len(requests) == report.kinds["model"]["proposed"] == 60
+        assert report.kinds["model"]["training"] >= 55
+        # A list is for ten training passages, and no passage is in two.
+        shown = [
+            text.removeprefix("Passage: ").rstrip("…").strip()
+            for body in lists
+            for text in body["messages"][0]["content"].split("\n\n")
+            if text.startswith("Passage: ")
+        ]
+        assert len(shown) == len({*shown}) == 50
+        test = {row["passage"] for row in read_rows(tmp_path / "out" / "evaluation-pseudo" / "queries.jsonl")}
+        held_out = {row["document"] for row in rows if row["_id"] in test}
+        document_of = {
+            text: row["document"] for text in shown for row in rows if f"{row['title']} {row['text']}".startswith(text)
+        }
+        assert len(document_of) == 50
+        assert held_out.isdisjoint(document_of.values())
+        assert all("stop" not in body and body["max_tokens"] == 2_048 for body in lists)
+        prompts = [body["messages"][0]["content"] for body in requests]
+        assert all(len(body["messages"]) == 1 and body["stop"] == ["\n"] for body in requests)
+        kinds = [re.search(r"^Kind of search: (.+)$", prompt, re.MULTILINE)[1] for prompt in prompts]
+        # Four different of each list, and that which all have.
+        assert 15 <= len({*kinds}) <= 21
+        assert any(kind.startswith("Given a machine") for kind in kinds)
+        drawn = [re.search(r"is (.+), has (.+), is (.+), and takes (.+) education", each).groups() for each in prompts]
+        assert [len({*values}) for values in zip(*drawn, strict=True)] == [3, 3, 3, 3]
+        assert "m: 60 passages asked about by 21 kinds of search, " in report.notes[-1]
+        announced = [message for message in caplog.messages if "requests, some" in message]
+        assert [line.partition(",")[0] for line in announced] == ["m: 5 requests", "m: 60 requests"]
+        # More requests change no earlier one.
+        server.requests.clear()
+        ask(server, passages, tmp_path / "out", max_requests=70, form="tasks")
+        assert len(server.requests) == 10
+
+
+def test_lists_of_kinds_that_cannot_be_used_are_left_out_and_none_is_an_error(passages, tmp_path):
+    def behaviour(prompt, seed, count):
+        lists.extend([prompt] if "Think up kinds of search" in prompt else [])
+        return Reply("I'm sorry.") if lists[:num_bad].count(prompt) else think_up(prompt, seed, count)
+
+    lists, num_bad = [], 3
+    with chat_server(behaviour) as server:
+        report = ask(server, passages, tmp_path / "out", max_requests=20, form="tasks")
+        assert "by 9 kinds of search" in report.notes[-1]
+        num_bad = 10
+        message = refused(
+            InputError, "m: all 5 answers are unusable", ask, server, passages, tmp_path / "none", form="tasks"
+        )
+    assert "name a stronger model" in message
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_command_that_ended_asks_nothing_twice_and_ends_with_the_same_files(passages, tmp_path):

@@ -17,7 +17,7 @@ from embeddings.common import TextSettings
 from embeddings.models import Embedder, LastTokenPooling
 from tests.adaptation.world import passage_rows, read_rows
 from tests.data.rows import write_rows
-from tests.helpers.chat_server import Reply, chat_server
+from tests.helpers.chat_server import Reply, answers_well, chat_server
 from tests.helpers.refusals import assert_refused
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
 
@@ -334,13 +334,25 @@ def test_a_language_model_is_asked_for_judged_queries_and_has_a_training_of_its_
     given = ["--output mine/queries --seed 0 --queries docs --training-share 0.0", *options]
     assert line.endswith(" ".join(given))
     assert '--trained \'["mine/trained", "mine/trained-model"]\'' in printed
+    # A strong model writes negatives of its queries too, which are mined for the documents' own.
+    assert run(model, "--dry-run", "--queries", "docs", *options, "--endpoint-form", "tasks") == 0
+    printed = capsys.readouterr().out
+    assert steps(printed) == [*ALL[:2], "mine", "fit", "synthesize", "fit", *ALL[4:]]
+    endpoint = "--endpoint http://localhost:8000/v1"
+    assert f"{endpoint} --endpoint-model m --endpoint-form tasks" in printed
+    pairs = "--regenerate-negatives mine/queries/pairs-model.jsonl --output mine/negatives-model"
+    assert f"synthesize {pairs} {endpoint} --model m --seed 0\n" in printed
 
 
 @pytest.fixture
 def server():
-    """An endpoint that writes queries with words of their passages."""
+    """An endpoint that writes queries with words of their passages, kinds of search, and negatives."""
 
     def behaviour(prompt, seed, count):
+        if "Think up kinds of search" in prompt:
+            return Reply('["Given a part, find its place.", "Given a place, find its parts."]')
+        if prompt.startswith("Here is a query"):
+            return answers_well(prompt, seed, count)
         new = re.findall(r"near (\w+) \w+\.", prompt.rpartition("Passage: ")[2])
         return Reply(f"why {new[0]} comes before {new[1]} in {'x'.join(new[1:3])}")
 
@@ -349,9 +361,9 @@ def server():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_better", [True, False])
+@pytest.mark.parametrize(("is_better", "form"), [(True, "line"), (False, "tasks")])
 def test_a_models_queries_are_used_if_validation_queries_prefer_them(
-    is_better, documents, model, server, capsys, monkeypatch
+    is_better, form, documents, model, server, capsys, monkeypatch
 ):
     monkeypatch.setattr(adapt, "MAX_STEPS", 1)
     monkeypatch.setattr(adapt, "MIN_PASSAGES", 20)
@@ -365,20 +377,31 @@ def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     monkeypatch.setattr("embeddings.cli.compare.path_scores", path_scores)
     log = [{"query": row["text"].split(".")[1], "file": row["document"]} for row in documents[:20]]
     write_rows(Path("log.jsonl"), log)
-    assert run(model, "--queries", "log.jsonl", "--endpoint", server.endpoint) == 0
+    named = ["--endpoint", server.endpoint, "--endpoint-model", "m", "--endpoint-form", form]
+    assert run(model, "--queries", "log.jsonl", *named) == 0
     printed = capsys.readouterr().out
-    assert steps(printed) == [*ALL[:2], "mine", "fit", "mine", "fit", *ALL[4:]]
+    negatives = {"line": "mine", "tasks": "synthesize"}[form]
+    assert steps(printed) == [*ALL[:2], "mine", "fit", negatives, "fit", *ALL[4:]]
     # The start is scored once; of equal models the one without a language model is written.
     assert scored == [(0, 0.25, 0.5, 0.75, 1), (0.25, 0.5, 0.75, 1)]
     chosen = "trained-model" if is_better else "trained"
     assert f"0.25 of the way from {model} to mine/{chosen}\n" in printed
     first, second = (yaml.safe_load(Path(f"mine/train{name}.yaml").read_text()) for name in ("", "-model"))
     assert {each["trainer"]["max_time"] for each in (first, second)} == {"00:00:15:00"}
-    sources = [each["data"]["init_args"]["sources"][0]["path"] for each in (first, second)]
-    assert sources == ["mine/mined.parquet", "mine/mined-model.parquet"]
+    data = [each["data"]["init_args"] for each in (first, second)]
+    sources = [(each["sources"][0]["path"], each["num_negatives"]) for each in data]
+    records = {"line": ("mine/mined-model.parquet", 1), "tasks": ("mine/negatives-model/records.jsonl", 4)}
+    assert sources == [("mine/mined.parquet", 1), records[form]]
     assert first["trainer"]["default_root_dir"] != second["trainer"]["default_root_dir"]
     kinds = [{row["kind"] for row in read_rows(Path(f"mine/queries/pairs{name}.jsonl"))} for name in ("", "-model")]
     assert kinds == [{"sentence", "heading"}, {"model"}]
+    if form == "tasks":
+        # The second run asks for nothing again.
+        server.requests.clear()
+        assert run(model, "--queries", "log.jsonl", *named) == 0
+        assert not server.requests
+        levels = [[each["level"] for each in row["negatives"]] for row in read_rows(Path(records[form][0]))]
+        assert levels == [[1, 2, 3, 4]] * len(levels)
 
 
 @pytest.mark.slow
@@ -405,6 +428,8 @@ def test_a_models_queries_are_left_aside_without_judgements(documents, model, se
         (["--output", "notes"], "notes"),
         (["--endpoint", "localhost:8000"], "endpoint must be an HTTP URL"),
         (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),
+        (["--endpoint-form", "tasks"], "endpoint_form needs --endpoint"),
+        (["--endpoint", "http://host/v1", "--endpoint-form", "tasks"], "endpoint_form needs --endpoint-model"),
         (["--training-share", "0.5"], "training_share needs --queries"),
         (["--query-columns", "{query: q}"], "query_columns needs --queries"),
         (["--training-share", "0.9", "--queries", "docs"], "training_share must be below 1 - validation_share, 0.75"),

@@ -60,6 +60,7 @@ def test_passages_become_pairs_and_folders_and_a_table(run, tmp_path, capsys):
         (["--training-share", "0.75"], "training_share must be below 1 - validation_share, 0.75"),
         (["--max-passages", "0"], "max_passages must be >= 1"),
         (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),
+        (["--endpoint-form", "tasks"], "endpoint_form needs --endpoint"),
         (["--max-requests", "5"], "max_requests needs --endpoint"),
         (["--no-stream"], "stream needs --endpoint"),
         (["--endpoint", "localhost"], "endpoint must be an HTTP URL"),

@@ -365,9 +365,13 @@ def regenerate(folder, source, client, **options):
     return regenerate_negatives(source, folder, Templates(MGH), client, **options)
 
 
-def test_only_the_negatives_are_replaced(tmp_path, source):
+def test_only_the_negatives_are_replaced(tmp_path, source, caplog):
+    caplog.set_level("INFO")
     client = FakeClient(shuffled=True)
     report = regenerate(tmp_path / "job", source, client)
+    # The cost is said before it is spent.
+    num_bytes = sum(len(request.prompt.encode()) for request in client.asked)
+    assert f"6 requests, some {num_bytes // 4:,} tokens of prompts (estimated) and at most 24,576 of" in caplog.text
     assert report.num_records == {"records.jsonl": 6}
     config = SourceConfig("new", str(tmp_path / "job" / "records.jsonl"))
     new, old = ([record for _, record in read_records(one, open_cached(one))] for one in (config, source))
@@ -385,7 +389,7 @@ def test_each_pass_over_the_source_has_a_bar_of_its_own(tmp_path, source, monkey
     monkeypatch.setattr(progress, "PROGRESS_DELAY_SECONDS", 0.0)
     regenerate(tmp_path / "job", source, FakeClient())
     titles = re.findall(r"^(pass \d) over input: 100%", capfd.readouterr().err, flags=re.MULTILINE)
-    assert list(dict.fromkeys(titles)) == ["pass 1", "pass 2", "pass 3"]
+    assert list(dict.fromkeys(titles)) == ["pass 1", "pass 2", "pass 3", "pass 4"]
 
 
 IDENTITY, SIZE = {"kind": "test", "seed": 1}, {"count": 4}
