@@ -281,15 +281,15 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
     """A document for each row; an unreadable row ends the file, and one without text is left out."""
     id_column, title_column, text_column = (columns.get(name, name) for name in COLUMNS)
     row, num_without = 0, 0
-    # The fields of the first row with a text, or of the last row. Rows of JSON may lack what others have.
-    seen: Mapping[str, Any] = {}
+    # The columns of all rows: rows of JSON may lack what others have.
+    seen = dict[str, None]()
     try:
         names = (id_column, "id", title_column, text_column)
         reader = open_reader(file.path, names, (text_column,), _recoded_table(file))
         # The bar moves that of all files.
         for where, fields in chain.from_iterable(block.rows for block in blocks_of("reading", [reader])):
             row += 1
-            seen = seen if text_column in seen else fields
+            seen |= dict.fromkeys(fields)
             text, title = (_cell(fields.get(name)) for name in (text_column, title_column))
             if not text.strip():
                 num_without += 1
@@ -302,10 +302,12 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
     except InputError as error:
         rest = "rows from here on are left out" if row else "it has no readable row"
         yield LeftOut(file.name, "damaged", f"{one_line(str(error))}; {rest}")
+    present = f"found: {one_line(', '.join(map(str, seen)), 100)}"
     if row and text_column not in seen:
-        present = ", ".join(map(str, seen))
-        hint = f"found: {one_line(present, 100)}; name it with --columns '{{text: COLUMN}}'"
-        raise _Unreadable(f"without a column {text_column!r}", hint)
+        raise _Unreadable(f"without a column {text_column!r}", f"{present}; name it with --columns '{{text: COLUMN}}'")
+    for column in columns.values() if row else ():
+        if column not in seen:
+            yield LeftOut(file.name, f"without a column {column!r}", f"its rows are read; {present}")
     if num_without:
         yield LeftOut(file.name, "rows without text", f"{num_without} of {row} rows")
 

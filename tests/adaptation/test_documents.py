@@ -187,6 +187,14 @@ def test_a_row_of_json_without_the_field_is_a_row_without_text(tmp_path):
     assert left_out == LeftOut("rows.jsonl", "rows without text", "2 of 4 rows")
 
 
+def test_a_named_column_that_a_table_lacks_is_reported_and_its_rows_are_read(tmp_path):
+    path = write_jsonl(tmp_path / "faq.jsonl", [{"text": "It is one."}, {"text": "It is two.", "name": "Two"}])
+    assert [type(each) for each in read(path, {"title": "name"})] == [Read, Read]
+    *rows, missing = read(path, {"title": "nam"})
+    assert [row.document.text for row in rows] == ["It is one.", "It is two."]
+    assert missing == LeftOut("faq.jsonl", "without a column 'nam'", "its rows are read; found: text, name")
+
+
 def test_a_damaged_row_ends_a_table_but_not_what_was_read(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"text {row}"} for row in range(3)])
     with open(tmp_path / "rows.jsonl", "a") as file:
