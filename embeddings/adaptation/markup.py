@@ -183,6 +183,8 @@ class _Page:
         self._lines: list[str] = []
         self._line_links: list[Link] = []
         self._cells: list[str] = []
+        # The number of open lists and the texts of each open cell.
+        self._open_cells: list[tuple[int, list[str]]] = []
 
     def add(self, part: Any) -> None:
         """Add a part of a page."""
@@ -232,6 +234,8 @@ class _Page:
                 self._marker = next(self._lists[-1])
             elif tag == "tr":
                 self._end_row()
+            elif tag in ("td", "th") and self._lists:
+                self._open_cells.append((len(self._lists), []))
 
     def _end(self, tag: str) -> None:
         if tag == "a" and self._link is not None:
@@ -243,10 +247,10 @@ class _Page:
             else:
                 self._links.append((text, target))
         elif tag in _BLOCK_TAGS:
-            if tag in ("td", "th") and self._block == tag and not "".join(self._parts).strip():
-                self._cells.append("")
             self._flush("")
-            if tag == "tr":
+            if tag in ("td", "th") and self._open_cells:
+                self._cells.append(" ".join(self._open_cells.pop()[1]))
+            elif tag == "tr":
                 self._end_row()
             elif tag in ("ul", "ol", "table") and self._lists:
                 self._lists.pop()
@@ -267,10 +271,11 @@ class _Page:
             self._builder.add("lines" if block == "pre" else "prose", text, links)
         else:
             self._line_links += links
-            if block in ("td", "th"):
-                self._cells.append(" ".join(text.split()))
+            depth, texts = self._open_cells[-1] if self._open_cells else (0, [])
+            if depth == len(self._lists) and block != "pre" and not self._marker:
+                texts.append(" ".join(text.split()))
                 return
-            # The cells before a cell with paragraphs.
+            # The cells before a cell with lines of its own.
             self._end_row()
             is_first = self._marker or block == "caption"
             marked = f"{self._marker}{text.strip()}" if is_first else textwrap.indent(text.rstrip(), "  ")
@@ -278,6 +283,9 @@ class _Page:
             self._marker = ""
 
     def _end_row(self) -> None:
+        for _, texts in self._open_cells:
+            self._cells.extend(texts)
+            texts.clear()
         if self._cells:
             self._lines.append(" | ".join(self._cells))
             self._cells = []
@@ -285,7 +293,7 @@ class _Page:
     def _end_lines(self) -> None:
         self._end_row()
         self._builder.add("lines", "\n".join(self._lines), self._line_links)
-        self._lists, self._lines, self._line_links = [], [], []
+        self._lists, self._lines, self._line_links, self._open_cells = [], [], [], []
 
 
 def read_python(source: str, name: str) -> Document:

@@ -329,5 +329,11 @@ def test_cells_and_numbers_of_pages_keep_their_places():
     html = "<table><tr><td></td><td>b</td></tr></table><ol start=5><li>five<li>six<ul><li>inner</ul></ol>"
     assert parts(read_html(html)) == [("", " | b"), ("", "5. five\n6. six\n  - inner")]
     assert parts(read_markdown("|   | b |\n|---|---|\n| c |   |")) == [("", " | b\nc |")]
-    mixed = "<table><tr><td>key</td><td><p>value</p></td><td>last</td></tr></table>"
-    assert parts(read_html(mixed)) == [("", "key\n  value\nlast")]
+    mixed = "<table><tr><td>key<td><p>one<p>two</td><td>last</tr><tr><td><div>a</div><td><div>b</div></tr></table>"
+    assert parts(read_html(mixed)) == [("", "key | one two | last\na | b")]
+    nested = "<table><tr><td>key<td>some<ul><li>one<li>two</ul>more<td>last</tr><tr><td>a<td>b</table>"
+    assert parts(read_html(nested)) == [("", "key | some\n  - one\n  - two\nmore | last\na | b")]
+    code = "<table><tr><td>key<td><pre>x\n  y</pre><td>last</table>"
+    assert parts(read_html(code)) == [("", "key\n  x\n    y\n | last")]
+    layout = "<table><tr><td><h2>Head</h2>text<td>more</table><p>after"
+    assert parts(read_html(layout)) == [("Head", "text"), ("Head", "more"), ("Head", "after")]
