@@ -114,6 +114,10 @@ class FitLoop(_FitLoop):
 
     def on_run_end(self) -> None:
         super().on_run_end()
+        step, num_steps = self.trainer.global_step, self.trainer.estimated_stepping_batches
+        if step < num_steps < float("inf") and _time_is_over(self.trainer):
+            where = f"at step {step:,} of {num_steps:,}, before the end of the learning rate's schedule"
+            logger.warning("the time limit (max_time) ended training %s: allow more time, or fewer steps", where)
         if self._continues_run:
             remove_superseded(self.trainer)
 

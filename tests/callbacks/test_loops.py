@@ -281,7 +281,9 @@ def test_a_finished_run_trains_only_up_to_a_higher_limit(
         (tmp_path / "final.pt").unlink()
 
 
-def test_a_run_whose_time_is_over_continues_only_if_it_gets_more(tmp_path: Path) -> None:
+def test_a_run_whose_time_is_over_says_so_and_continues_only_if_it_gets_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = preempted_config(tmp_path)
     config["trainer"]["callbacks"] = [component(NOTES, folder=str(tmp_path), seconds=0.4), KEEP]
     config["trainer"]["max_time"] = {"seconds": 1}
@@ -289,6 +291,8 @@ def test_a_run_whose_time_is_over_continues_only_if_it_gets_more(tmp_path: Path)
     assert main(fit_words(tmp_path, config)) == 0
     num_steps = len(done.read_text().split())
     assert 0 < num_steps < 6
+    ended = f"(max_time) ended training at step {num_steps} of 6, before the end of the learning rate's schedule"
+    assert ended in capfd.readouterr().err
     assert main(fit_words(tmp_path, config)) == 0
     assert len(done.read_text().split()) == num_steps
     config["trainer"]["max_time"] = {"hours": 1}
