@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import SETTINGS, check_manifest, file_lock
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
     discard_on_user_error,
     finished_manifest,
     load_shard,
-    manifest_path,
+    output_file,
     require_shard_size,
     save_array,
     write_array,
@@ -440,7 +440,8 @@ def _write(
 ) -> None:
     write_array(work / REASONS, reason_N)
     json_lines = is_json_lines(report.output)
-    with atomic_path(report.output) as temporary:
+    facts = {"removed": report.removed, "num_kept": report.num_kept}
+    with output_file(report.output, fields | facts) as temporary:
         if source.classes is None:
             records = (record for _, record in read_records(config, source))
             kept = compress(records, reason_N == KEPT)
@@ -450,6 +451,3 @@ def _write(
             texts = (LabelledText(row.query, source.labels[row.label]) for row in stored)
             count = write_labelled_texts(temporary, texts, json_lines)
         assert count == report.num_kept
-        facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
-        # The file is renamed last: if it exists, its manifest does too.
-        write_file_manifest(manifest_path(report.output), {**fields, **facts})

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embeddings.common.errors import InputError, OptionError, require
-from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import SETTINGS, check_manifest, file_lock, file_sha256
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
@@ -23,6 +23,7 @@ from embeddings.common.jobs import (
     finished_manifest,
     load_shard,
     manifest_path,
+    output_file,
     require_shard_size,
     save_array,
     shard_rows,
@@ -378,7 +379,8 @@ def _merge(
     index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
     levels: ByLevel = {}
-    with atomic_path(output) as temporary:
+    recorded = dict(fields)
+    with output_file(output, recorded) as temporary:
         with table_writer(temporary, output_schema(graded, scoring is not None), is_json_lines(output)) as write:
             for shard in range(job.num_shards):
                 mined = read_shard(job.path(shard))
@@ -396,10 +398,10 @@ def _merge(
             "removed": {name.removeprefix("removed "): count for name, count in removed.items()},
             "by_level": levels or None,
         }
-        budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
-        checks = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
-        # The file is renamed last: if it exists, its manifest does too.
-        write_file_manifest(manifest_path(output), {**fields, **facts, **checks})
+        recorded |= facts
+        recorded["mini_batch_tokens"] = [
+            check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors
+        ]
     report = MiningReport(output, **facts)
     for count, what in (
         (report.num_replaced, "had negatives, which the mined ones replace"),
