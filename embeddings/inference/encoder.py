@@ -35,6 +35,7 @@ from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
 from embeddings.models.moe.experts import shared_casts
+from embeddings.models.pooling import evaluating
 
 Vectors = npt.NDArray[np.float32]
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
@@ -491,18 +492,6 @@ def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
 def require_list(name: str, texts: object) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; the mode of every module is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # Config fields that do not affect vectors: the origin, and settings that each process chooses.

@@ -194,10 +194,11 @@ def first_position(table: nn.Embedding) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode within the context."""
-    was_training = model.training
+    """Evaluation mode; the mode of every module is restored."""
+    modes = [(module, module.training) for module in model.modules()]
     model.train(False)
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
