@@ -268,12 +268,12 @@ class _RetainedRows:
         """Pairs of consecutive rows and earlier rows, retained or among them, that share a key, in order."""
         group_BK = self._group_NK[row_B]
         count_BK = self._count_G[group_BK]
-        other = self._rows[_ranges(self._start_G[group_BK].ravel(), count_BK.ravel())]
+        other = self._rows[concatenated_ranges(self._start_G[group_BK].ravel(), count_BK.ravel())]
         pairs = np.repeat(row_B, count_BK.sum(axis=1)) << 32 | other
         row, group = self._with_room(row_B)
         first = np.searchsorted(group, group)
         num_earlier = np.arange(len(group)) - first
-        earlier = row[_ranges(first, num_earlier)]
+        earlier = row[concatenated_ranges(first, num_earlier)]
         pairs = np.sort(np.concatenate([pairs, np.repeat(row, num_earlier) << 32 | earlier]))
         pairs = pairs[np.flatnonzero(np.diff(pairs, prepend=-1))]
         return pairs >> 32, pairs & 0xFFFFFFFF
@@ -324,14 +324,13 @@ class _CachedSets:
 
     def hashes(self, row_n: _Int64s, part: int) -> _Uint64s:
         """The sets of a part of rows, in one array."""
-        return self._hashes[_ranges(self._start_NP[row_n, part], self.size_NP[row_n, part])]
+        return self._hashes[concatenated_ranges(self._start_NP[row_n, part], self.size_NP[row_n, part])]
 
 
-def _ranges(start_R: _Int64s, length_R: npt.NDArray[np.signedinteger[Any]]) -> _Int64s:
+def concatenated_ranges(start_R: _Int64s, length_R: npt.NDArray[np.signedinteger[Any]]) -> _Int64s:
     """The numbers of several ranges, in one array."""
-    stop_R = np.cumsum(length_R)
-    total = int(stop_R[-1]) if len(stop_R) else 0
-    ranges: _Int64s = np.arange(total) + np.repeat(start_R - (stop_R - length_R), length_R)
+    before_R = np.cumsum(length_R) - length_R
+    ranges: _Int64s = np.repeat(start_R - before_R, length_R) + np.arange(int(length_R.sum()))
     return ranges
 
 
