@@ -77,11 +77,9 @@ class RetrievalSet:
         return cls(corpus.resolve().parent.name, files, folder, np.full(len(queries), REAL))
 
     def sampled(self, max_documents: int, output: Path) -> Self:
-        """The queries over their judged documents and others at random; the set itself if its corpus is no larger.
+        """The queries over all judged documents and others at random, written to `output` as JSON Lines.
 
-        Args:
-            max_documents: The number of documents, or that of the judged ones if it is higher.
-            output: The file to write, JSON Lines.
+        The set itself if its corpus has no more than `max_documents`.
         """
         folder, qrels = self.folder, self.folder.qrels
         num_documents = len(folder.documents)

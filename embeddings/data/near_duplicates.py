@@ -43,12 +43,8 @@ class NearDuplicates:
     """Detects near-copies among items that consist of one or more texts (parts).
 
     Two items are near-copies if, in every part, their sets of shingles (3 consecutive words, or 5 consecutive
-    characters) have a Jaccard similarity of at least `threshold`.
-
-    Args:
-        threshold: Minimum Jaccard similarity of near-copies, from 0.5 (lower values need too many keys) to 1.
-        num_parts: Number of texts per item, 1 or 2.
-        shingle: Words, or characters for languages without spaces. Words are case-sensitive and ignore punctuation.
+    characters, for languages without spaces) have a Jaccard similarity of at least `threshold`, from 0.5 (lower values
+    need too many keys) to 1. An item has 1 or 2 parts. Words are case-sensitive and ignore punctuation.
 
     Source: Broder 1997, "On the resemblance and containment of documents"; bands of MinHash values as in Leskovec,
         Rajaraman and Ullman, "Mining of Massive Datasets", section 3.4. Differs: a band spans all parts, and a value
@@ -108,13 +104,8 @@ class NearDuplicates:
         """For each row, whether it is a near-copy of an earlier row that is not one itself.
 
         A row is compared with the first `MAX_PER_KEY` retained rows of each of its keys by signature, and with the
-        `MAX_COMPARED` most similar of them by text, so the work grows linearly with the rows.
-
-        Args:
-            signature_NKB: The items' signatures.
-            items: The texts of the items of some rows.
-            decided: The results of the first rows, if they are known.
-            save: Called every 30 seconds with the results so far.
+        `MAX_COMPARED` most similar of them by text, so the work grows linearly with the rows. `items` returns those of
+        some rows; `decided` are the known results of the first rows; `save` receives the results every 30 seconds.
         """
         num_rows, step = len(signature_NKB), max(1, _BATCH_KEYS // self.num_keys)
         retained, sets = _RetainedRows(signature_NKB), _CachedSets(self, items, num_rows)

