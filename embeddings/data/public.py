@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
-from embeddings.common.io import atomic_path, check_file_manifest
+from embeddings.common.io import atomic_path, check_file_manifest, lists_of
 from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, output_file
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
@@ -372,7 +372,7 @@ def _join(source: PublicSource, output: Path, mirror: Path | None, limit: int | 
     document_texts = {}
     manifest = {"kind": "public corpus", **made}
     with output_file(corpus_path(output), manifest) as temporary, table_writer(temporary, _CORPUS) as write:
-        while group := list(islice(corpus, PART_ROWS)):
+        for group in lists_of(corpus, PART_ROWS):
             documents = []
             for row in group:
                 name, text = str(row["_id"]), one_text(row, ["title", "text"])

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, Self, get_args
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, NumericError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
+from embeddings.common.io import atomic_path, check_manifest, file_sha256, lists_of, load_array
 from embeddings.common.jobs import save_array
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
@@ -90,13 +89,7 @@ def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def text_blocks(texts: Sequence[str], repeated: Collection[int] | None = None) -> Iterator[list[str]]:
     """The unique texts in the blocks that are tokenised at once; `repeated` as in `_repeated_hashes`."""
     repeated = _repeated_hashes(texts)[0] if repeated is None else repeated
-    return _blocks(_unique(texts, repeated))
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    texts = iter(texts)
-    while block := list(islice(texts, TEXTS_PER_BLOCK)):
-        yield block
+    return lists_of(_unique(texts, repeated), TEXTS_PER_BLOCK)
 
 
 def _repeated_hashes(texts: Sequence[str]) -> tuple[set[int], int]:
@@ -359,7 +352,7 @@ class Encoder:
         computed = self._computed_once(tokens(repeated), num_unique, compute, title, extra_tokens)
         waiting_nD, kept = np.empty((0, width), np.float32), dict[str, Vectors]()
         with closing(computed):
-            for block in _blocks(texts):
+            for block in lists_of(texts, TEXTS_PER_BLOCK):
                 new = [text for text in dict.fromkeys(block) if text not in kept] if repeated else block
                 while len(waiting_nD) < len(new):
                     waiting_nD = np.concatenate([waiting_nD, next(computed)])
