@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, RLock
@@ -134,8 +134,7 @@ class Context:
         if not (folder / CONTEXT_FILE).exists():
             with atomic_path(folder / CONTEXT_FILE) as temporary:
                 save_array(temporary, self.vector_MH)
-        vectors = np.load(folder / CONTEXT_FILE)
-        return type(self)(self.document_ids, self.documents_sha256, self.seed, vectors)
+        return replace(self, vector_MH=np.load(folder / CONTEXT_FILE))
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:

@@ -123,11 +123,6 @@ class Reranker:
         return score_P
 
 
-def scoring_job(folder: Path, reranker: Reranker, num_shards: int) -> ShardedJob:
-    fields = {"kind": "reranker's scores", **reranker.fields}
-    return ShardedJob(folder / f"scores-{fields['model_sha256'][:12]}", fields, num_shards, stem="scores")
-
-
 def score_shard(reranker: Reranker, table: Table, shard_size: int, mined: ShardedJob, shard: int, path: Path) -> None:
     """Write the scores of a shard's texts: for each row its positives, then its mined negatives."""
     rows = table.rows(shard_rows(shard, shard_size, len(table)))
@@ -325,7 +320,9 @@ def mine_negatives(
         job.run(lambda shard, path: write_shard(miner.mine(rows(shard)), index, rules, path), task, rows=rows)
         scoring = None
         if reranker is not None:
-            scoring = scoring_job(work, reranker, job.num_shards)
+            of_model = work / f"scores-{reranker.fields['model_sha256'][:12]}"
+            score_fields = {"kind": "reranker's scores", **reranker.fields}
+            scoring = ShardedJob(of_model, score_fields, job.num_shards, stem="scores")
             scoring.run(partial(score_shard, reranker, source.table, mined_rows, job), task, rows=rows)
         jobs = [job] if scoring is None else [job, scoring]
         if any(each.missing() for each in jobs):
