@@ -254,7 +254,6 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
     except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         reason = one_line(str(error), 200)
         raise OptionError("model.from_scratch.settings", scratch.settings, "cannot build a model", reason) from error
-    assert isinstance(model, PreTrainedModel)
     if scratch.bidirectional:
         backbone: Any = model.base_model
         require_bidirectional(backbone)

@@ -166,9 +166,7 @@ def _at_least_float32(state: Tensor) -> Tensor:
 
 def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
     """The Hugging Face model that peft wraps, or the backbone itself."""
-    plain: Any = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
-    assert isinstance(plain, PreTrainedModel)
-    return plain
+    return backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
 
 
 def without_cache(backbone: nn.Module) -> dict[str, bool]:
