@@ -21,13 +21,7 @@ from embeddings.common.errors import InputError, shown
 from embeddings.common.packed_texts import PackedTexts
 from embeddings.common.text import shorten
 from embeddings.data.readers import open_reader
-from embeddings.data.records import (
-    LABELLED_FIELDS,
-    SCORED_FIELDS,
-    parse_labelled_text,
-    parse_record,
-    parse_scored_pair,
-)
+from embeddings.data.records import LABELLED_FIELDS, SCORED_FIELDS, parse_labelled_text, parse_record, parse_scored_pair
 from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
 Floats = npt.NDArray[np.float64]

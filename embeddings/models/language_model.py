@@ -126,11 +126,7 @@ class LanguageModel(KeepsFrequencies):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        causal: bool,
-        lora: LoraSettings | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, causal: bool, lora: LoraSettings | None = None
     ) -> None:
         super().__init__()
         check_head(model)
