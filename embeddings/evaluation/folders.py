@@ -284,10 +284,10 @@ def retrieval_files(folder: Path, qrels: Path | None = None) -> RetrievalFiles:
 
 
 def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> RetrievalFolder:
+    """The data of retrieval files: of the queries, which are often those of all splits, only the judged ones."""
     document_ids, documents = read_packed_corpus(files.corpus, show_progress)
     text_of_query = _read_queries(files.queries)
     relevance = read_qrels(files.qrels, text_of_query.keys(), document_ids)
-    # The queries file of a benchmark often has the queries of all splits: only those that are judged here are used.
     query_ids = [query for query in text_of_query if query in relevance]
     judged = set().union(*relevance.values())
     document_row = {document: row for row, document in enumerate(document_ids) if document in judged}
