@@ -19,16 +19,8 @@ from embeddings.adaptation.documents import FoundFile, LeftOut, Read, find_files
 from embeddings.adaptation.markup import Document, Link
 from embeddings.adaptation.passages import Passage, Splitter
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import (
-    atomic_path,
-    check_file_manifest,
-    file_sha256,
-    require_regular,
-    scratch_folder,
-    text_hash,
-    write_file_manifest,
-)
-from embeddings.common.jobs import discard_on_user_error, finished_manifest, manifest_path
+from embeddings.common.io import atomic_path, check_file_manifest, require_regular, scratch_folder, text_hash
+from embeddings.common.jobs import discard_on_user_error, finished_manifest, manifest_path, output_file
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import shorten
 from embeddings.data.near_duplicates import NearDuplicates
@@ -146,18 +138,16 @@ def write_passages(
         if not work.token_counts:
             raise _no_text(documents, report)
         is_copy_N = work.copies()
-        with atomic_path(output) as temporary:
+        # A name that is not UTF-8 cannot be written.
+        name = os.fsencode(documents).decode("utf-8", "replace")
+        fields: dict[str, Any] = {**KIND, "documents": name, "max_tokens": splitter.max_tokens}
+        fields |= {"near_duplicates": near_duplicates, "left_out": report.left_out}
+        with output_file(output, fields) as temporary:
             work.write(temporary, is_copy_N, {file.name for file in files})
-            # A name that is not UTF-8 cannot be written.
-            name = os.fsencode(documents).decode("utf-8", "replace")
-            fields: dict[str, Any] = {"documents": name, "max_tokens": splitter.max_tokens}
-            fields |= {"near_duplicates": near_duplicates, "left_out": report.left_out}
             counts = ("num_documents", "num_passages", "num_repeated", "num_copies")
             fields |= {name: getattr(report, name) for name in counts}
-            fields["output_sha256"] = file_sha256(temporary)
             # A kill before the renaming must not leave the new manifest with the old file.
             output.unlink(missing_ok=True)
-            write_file_manifest(manifest_path(output), {**KIND, **fields})
     return report
 
 

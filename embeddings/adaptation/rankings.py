@@ -20,7 +20,7 @@ from embeddings.adaptation.weights import SHARES, WeightPath, Whitening, best_sh
 from embeddings.common import InputError
 from embeddings.common.io import file_hash, write_json_lines
 from embeddings.common.packed_texts import PackedTexts
-from embeddings.common.text import GivenPrompt, TextRole
+from embeddings.common.text import GivenPrompt
 from embeddings.data.readers import open_reader
 from embeddings.evaluation.folders import (
     Qrels,
@@ -29,15 +29,15 @@ from embeddings.evaluation.folders import (
     TaskFolder,
     query_metrics,
     read_evaluation_folder,
+    read_packed_corpus,
     read_retrieval_folder,
     retrieval_files,
 )
 from embeddings.evaluation.hybrid import FolderSearch
-from embeddings.evaluation.mteb_library import task_prompt
-from embeddings.evaluation.runner import CUTOFFS, named_folders
+from embeddings.evaluation.runner import CUTOFFS, FolderEncoder, named_folders
 from embeddings.inference import Encoder, Precision, VectorFolder, encode_corpus, sample_context
 from embeddings.inference.encoder import Context, embedder_sha256, unit_rows
-from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
+from embeddings.inference.vector_folder import identifier_field, text_field
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -69,10 +69,7 @@ class RetrievalSet:
     @classmethod
     def unlabelled(cls, corpus: Path, queries: Mapping[str, str]) -> Self:
         """A corpus with queries without judgments, which can be ranked but not scored."""
-        ids, documents = PackedTexts(), PackedTexts()
-        for document in read_corpus(corpus, show_progress=True):
-            ids.append(document.document_id)
-            documents.append(document.text)
+        ids, documents = read_packed_corpus(corpus, show_progress=True)
         none = np.empty(0, np.int64)
         qrels = Qrels(none, none, np.empty(0), len(queries), len(documents))
         folder = RetrievalFolder(documents, ids, list(queries.values()), list(queries), qrels)
@@ -80,11 +77,9 @@ class RetrievalSet:
         return cls(corpus.resolve().parent.name, files, folder, np.full(len(queries), REAL))
 
     def sampled(self, max_documents: int, output: Path) -> Self:
-        """The queries over their judged documents and others at random; the set itself if its corpus is no larger.
+        """The queries over all judged documents and others at random, written to `output` as JSON Lines.
 
-        Args:
-            max_documents: The number of documents, or that of the judged ones if it is higher.
-            output: The file to write, JSON Lines.
+        The set itself if its corpus has no more than `max_documents`.
         """
         folder, qrels = self.folder, self.folder.qrels
         num_documents = len(folder.documents)
@@ -182,27 +177,21 @@ def encode_set(
 
     Prompts and contexts are those of `evaluate`.
     """
-    is_pairs = isinstance(test, SimilaritySet)
-
-    def prompt(role: TextRole | None) -> str:
-        return task_prompt(encoder.embedder.text, test.name.replace("/", "."), "STS" if is_pairs else "Retrieval", role)
-
     context: Context | None = None
     if context_size is not None and encoder.num_context:
         texts = test.texts if isinstance(test, SimilaritySet) else test.folder.documents
         context = sample_context(encoder, texts, min(context_size, encoder.num_context))
     facts = partial(Encoded, compares_lengths=encoder.embedder.compares_lengths, device=encoder.device)
+    of_role = FolderEncoder(encoder, test.name, context=context).options
     if isinstance(test, SimilaritySet):
-        sides_ND = encoder.encode(test.texts, context=context, role="document", prompt=prompt(None))
-        return facts(sides_ND, None)
-    given, corpus = prompt("document"), test.files.corpus
+        return facts(encoder.encode(test.texts, **of_role("STS")), None)
+    given, corpus = of_role("Retrieval", "document")["prompt"], test.files.corpus
     # As `encode` names it by default, so that its folder and this one are alike.
     is_default = given == encoder.embedder.text.prompt(None, "document")
     name = None if is_default else GivenPrompt(text=given)
     folder = vector_folder(encoder, corpus, vectors, [given] if context is None else [given, context.summary()])
     documents = encode_corpus(encoder, corpus, folder, prompt_name=name, context=context, role="document")
-    query_QD = encoder.encode(test.folder.queries, context=context, role="query", prompt=prompt("query"))
-    return facts(query_QD, documents)
+    return facts(encoder.encode(test.folder.queries, **of_role("Retrieval", "query")), documents)
 
 
 def vector_folder(encoder: Encoder, corpus: Path, vectors: Path, options: Sequence[Any] = ()) -> Path:

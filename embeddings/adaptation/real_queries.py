@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from embeddings.adaptation.candidates import Passage, key_of, read_passages
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import write_json_lines
+from embeddings.common.io import lists_of, write_json_lines
 from embeddings.common.text import canonical
 from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
 from embeddings.evaluation.folders import read_retrieval_folder
@@ -193,8 +192,7 @@ class Judgements:
         vectorizer = CountVectorizer(analyzer=set, dtype=np.int32)
         matrix_AV = vectorizer.fit_transform(words for _, words in answers)
         length_A = np.array([len(words) for _, words in answers])
-        remaining = read_passages(path, "finding answers in")
-        while block := list(islice(remaining, _BLOCK_PASSAGES)):
+        for block in lists_of(read_passages(path, "finding answers in"), _BLOCK_PASSAGES):
             words_of = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
             length_P = np.array([len(words) for words in words_of])
             shared_AP = (matrix_AV @ vectorizer.transform(words_of).T).tocoo()

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +40,18 @@ MANIFEST = "manifest.json"
 # Manifest fields: the hash of each file of the folder, and that of all other fields.
 FILES, CHECKSUM = "files", "xxh3_128"
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
+Item = TypeVar("Item")
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Folder of converted sources and models: the argument, else `$EMBED_CACHE`, else `.cache/embeddings`."""
     return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
+
+
+def lists_of(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """The items in lists of `size`, the last one shorter, one list in memory at a time."""
+    remaining = iter(items)
+    return iter(lambda: list(islice(remaining, size)), [])
 
 
 @contextmanager

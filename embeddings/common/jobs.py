@@ -29,6 +29,7 @@ from embeddings.common.io import (
     file_sha256,
     load_array,
     require_regular,
+    write_file_manifest,
     write_manifest,
 )
 from embeddings.common.process import EXIT_TERMINATED, block_signals, exit_description
@@ -261,6 +262,17 @@ def load_shard(path: Path, mapped: bool = False) -> Any:
 def manifest_path(output: Path) -> Path:
     # Not `NAME.manifest.json`, which `NAME.jsonl` would have too.
     return output.with_name(f"{output.name}.manifest.json")
+
+
+@contextmanager
+def output_file(output: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
+    """Write the file of a job and its manifest: `fields`, to which the caller may still add, and the bytes' hash.
+
+    The file is renamed last: if it exists, its manifest does too.
+    """
+    with atomic_path(output) as temporary:
+        yield temporary
+        write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(temporary)})
 
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:

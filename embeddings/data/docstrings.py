@@ -282,12 +282,7 @@ def prepare_docstring_test(
     """Write two small retrieval folders of packages that every machine has.
 
     In `docstrings`, 200 first sentences search 500 functions. In `descriptions`, the summaries of installed packages
-    search their descriptions. A finished folder is reused.
-
-    Args:
-        output: Folder to write: new, empty, or written by this function.
-        packages: Import names of the packages with the functions.
-        seed: Seed of the random choices.
+    search their descriptions. A finished folder is reused. `output` must be new, empty, or written by this function.
     """
     folder, described = Path(os.path.abspath(output)), package_descriptions()
     require_replaceable(folder, {"kind": TEST_KIND})

@@ -43,12 +43,8 @@ class NearDuplicates:
     """Detects near-copies among items that consist of one or more texts (parts).
 
     Two items are near-copies if, in every part, their sets of shingles (3 consecutive words, or 5 consecutive
-    characters) have a Jaccard similarity of at least `threshold`.
-
-    Args:
-        threshold: Minimum Jaccard similarity of near-copies, from 0.5 (lower values need too many keys) to 1.
-        num_parts: Number of texts per item, 1 or 2.
-        shingle: Words, or characters for languages without spaces. Words are case-sensitive and ignore punctuation.
+    characters, for languages without spaces) have a Jaccard similarity of at least `threshold`, from 0.5 (lower values
+    need too many keys) to 1. An item has 1 or 2 parts. Words are case-sensitive and ignore punctuation.
 
     Source: Broder 1997, "On the resemblance and containment of documents"; bands of MinHash values as in Leskovec,
         Rajaraman and Ullman, "Mining of Massive Datasets", section 3.4. Differs: a band spans all parts, and a value
@@ -108,13 +104,8 @@ class NearDuplicates:
         """For each row, whether it is a near-copy of an earlier row that is not one itself.
 
         A row is compared with the first `MAX_PER_KEY` retained rows of each of its keys by signature, and with the
-        `MAX_COMPARED` most similar of them by text, so the work grows linearly with the rows.
-
-        Args:
-            signature_NKB: The items' signatures.
-            items: The texts of the items of some rows.
-            decided: The results of the first rows, if they are known.
-            save: Called every 30 seconds with the results so far.
+        `MAX_COMPARED` most similar of them by text, so the work grows linearly with the rows. `items` returns those of
+        some rows; `decided` are the known results of the first rows; `save` receives the results every 30 seconds.
         """
         num_rows, step = len(signature_NKB), max(1, _BATCH_KEYS // self.num_keys)
         retained, sets = _RetainedRows(signature_NKB), _CachedSets(self, items, num_rows)
@@ -268,12 +259,12 @@ class _RetainedRows:
         """Pairs of consecutive rows and earlier rows, retained or among them, that share a key, in order."""
         group_BK = self._group_NK[row_B]
         count_BK = self._count_G[group_BK]
-        other = self._rows[_ranges(self._start_G[group_BK].ravel(), count_BK.ravel())]
+        other = self._rows[concatenated_ranges(self._start_G[group_BK].ravel(), count_BK.ravel())]
         pairs = np.repeat(row_B, count_BK.sum(axis=1)) << 32 | other
         row, group = self._with_room(row_B)
         first = np.searchsorted(group, group)
         num_earlier = np.arange(len(group)) - first
-        earlier = row[_ranges(first, num_earlier)]
+        earlier = row[concatenated_ranges(first, num_earlier)]
         pairs = np.sort(np.concatenate([pairs, np.repeat(row, num_earlier) << 32 | earlier]))
         pairs = pairs[np.flatnonzero(np.diff(pairs, prepend=-1))]
         return pairs >> 32, pairs & 0xFFFFFFFF
@@ -324,14 +315,13 @@ class _CachedSets:
 
     def hashes(self, row_n: _Int64s, part: int) -> _Uint64s:
         """The sets of a part of rows, in one array."""
-        return self._hashes[_ranges(self._start_NP[row_n, part], self.size_NP[row_n, part])]
+        return self._hashes[concatenated_ranges(self._start_NP[row_n, part], self.size_NP[row_n, part])]
 
 
-def _ranges(start_R: _Int64s, length_R: npt.NDArray[np.signedinteger[Any]]) -> _Int64s:
+def concatenated_ranges(start_R: _Int64s, length_R: npt.NDArray[np.signedinteger[Any]]) -> _Int64s:
     """The numbers of several ranges, in one array."""
-    stop_R = np.cumsum(length_R)
-    total = int(stop_R[-1]) if len(stop_R) else 0
-    ranges: _Int64s = np.arange(total) + np.repeat(start_R - (stop_R - length_R), length_R)
+    before_R = np.cumsum(length_R) - length_R
+    ranges: _Int64s = np.repeat(start_R - before_R, length_R) + np.arange(int(length_R.sum()))
     return ranges
 
 

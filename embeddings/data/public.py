@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from embeddings.common.errors import CHECKOUT, PACKAGE, InputError, OptionError
-from embeddings.common.io import atomic_path, check_file_manifest, file_sha256, write_file_manifest
-from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path
+from embeddings.common.io import atomic_path, check_file_manifest, lists_of
+from embeddings.common.jobs import JobFolder, discard_on_user_error, finished_manifest, manifest_path, output_file
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical, shorten
@@ -292,7 +292,8 @@ def fetch_source(
             shutil.rmtree(work)
             reason = f" ({facts['left_out_first']})" if facts["left_out"] else ""
             raise InputError(f"hub:{source.repository}", f"has no usable row{reason}", "leave the source out")
-        with _output(output, KINDS[str(source.kind)][0], {**fields, **made, **facts}) as write:
+        schema, _ = KINDS[str(source.kind)]
+        with output_file(output, {**fields, **made, **facts}) as temporary, table_writer(temporary, schema) as write:
             for part in sorted(work.glob("*.parquet")):
                 write(pq.read_table(part).replace_schema_metadata(None))
     shutil.rmtree(work)
@@ -347,15 +348,6 @@ def _write_parts(
     return facts
 
 
-@contextmanager
-def _output(output: Path, schema: pa.Schema, fields: Mapping[str, Any]) -> Iterator[Callable[[pa.Table], None]]:
-    """Write a file with a manifest; the file comes last, so it never exists without a manifest."""
-    with atomic_path(output) as temporary:
-        with table_writer(temporary, schema) as write:
-            yield write
-        write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(temporary)})
-
-
 def corpus_path(output: Path) -> Path:
     """The file of documents of a `beir` source."""
     return output.with_name(f"{output.stem}.corpus.parquet")
@@ -378,8 +370,9 @@ def _join(source: PublicSource, output: Path, mirror: Path | None, limit: int | 
     asked, relevant = {query for query, _ in pairs}, {document for _, document in pairs}
     query_texts = {str(row["_id"]): one_text(row, "text") for row in queries if str(row["_id"]) in asked}
     document_texts = {}
-    with _output(corpus_path(output), _CORPUS, {"kind": "public corpus", **made}) as write:
-        while group := list(islice(corpus, PART_ROWS)):
+    manifest = {"kind": "public corpus", **made}
+    with output_file(corpus_path(output), manifest) as temporary, table_writer(temporary, _CORPUS) as write:
+        for group in lists_of(corpus, PART_ROWS):
             documents = []
             for row in group:
                 name, text = str(row["_id"]), one_text(row, ["title", "text"])

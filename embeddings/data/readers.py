@@ -8,7 +8,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader, BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import check_regular
+from embeddings.common.io import check_regular, lists_of
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import one_line
 from embeddings.data.records import PAIR_FIELDS, Cell, look_alikes
@@ -214,8 +213,7 @@ class CsvReader(LineReader):
         self._separators = separators
 
     def _blocks(self) -> Iterator[Block]:
-        rows = self._rows()
-        while block := list(islice(rows, _BLOCK_ROWS)):
+        for block in lists_of(self._rows(), _BLOCK_ROWS):
             yield Block(str(self.path), *zip(*block, strict=True))
 
     def _rows(self) -> Iterator[tuple[int, dict[str, Cell | None]]]:
@@ -370,8 +368,8 @@ class HubReader(Reader):
             from datasets import load_dataset
 
             options = {"split": self.split, "revision": self.commit, "streaming": True}
-            rows, first = iter(load_dataset(self.name, self.subset, **options)), 1
-            while block := list(islice(rows, _BLOCK_ROWS)):
+            first = 1
+            for block in lists_of(load_dataset(self.name, self.subset, **options), _BLOCK_ROWS):
                 yield Block(f"hub:{self.name}[{self.split}]", range(first, first + len(block)), block)
                 first += len(block)
         except Exception as error:

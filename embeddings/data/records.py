@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import lists_of
 from embeddings.common.text import canonical, shorten
 
 NUM_LEVELS = 4
@@ -563,9 +564,9 @@ def write_labelled_texts(path: Path, texts: Iterable[LabelledText], json_lines: 
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema, json_lines: bool) -> int:
-    count, remaining = 0, iter(rows)
+    count = 0
     with table_writer(path, schema, json_lines) as write:
-        while group := list(islice(remaining, GROUP_ROWS)):
+        for group in lists_of(rows, GROUP_ROWS):
             write(pa.Table.from_pylist(group, schema))
             count += len(group)
     return count

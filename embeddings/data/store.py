@@ -31,6 +31,7 @@ from embeddings.common.io import (
     check_file,
     check_manifest,
     folder_hashes,
+    lists_of,
     load_array,
     write_manifest,
 )
@@ -76,9 +77,7 @@ class StoredRow(NamedTuple):
 
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`, one batch in memory at a time; returns their number."""
-    remaining = iter(rows)
-    groups = iter(lambda: list(islice(remaining, GROUP_ROWS)), [])
-    return _write_columns(folder, (zip(*group, strict=True) for group in groups))
+    return _write_columns(folder, (zip(*group, strict=True) for group in lists_of(rows, GROUP_ROWS)))
 
 
 def _write_columns(folder: Path, groups: Iterable[Iterable[Sequence[Any]]]) -> int:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
 from embeddings.common.errors import InputError, OptionError, run_checks
-from embeddings.common.io import cache_folder, check_file, check_manifest, load_array, write_manifest
+from embeddings.common.io import cache_folder, check_file, check_manifest, lists_of, load_array, write_manifest
 from embeddings.common.progress import progress_bar
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
@@ -218,8 +218,7 @@ def open_stream(
 def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, identity: dict[str, object]) -> None:
     starts, total = array("q"), 0
     with open(folder / TOKENS_FILE, "wb") as file:
-        remaining = iter(documents)
-        while texts := list(islice(remaining, _BATCH)):
+        for texts in lists_of(documents, _BATCH):
             for ids in tokenizer(texts):
                 if ids:
                     starts.append(total)

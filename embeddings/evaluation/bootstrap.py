@@ -62,10 +62,7 @@ def paired_bootstrap(
 
 
 def bootstrap(
-    difference: Callable[[npt.NDArray[np.int64]], float],
-    num_rows: int,
-    num_resamples: int = 1_000,
-    seed: int = 0,
+    difference: Callable[[npt.NDArray[np.int64]], float], num_rows: int, num_resamples: int = 1_000, seed: int = 0
 ) -> Difference:
     """A difference of any statistic over all rows, with its 95 % percentile interval over resampled rows.
 

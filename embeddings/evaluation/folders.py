@@ -21,13 +21,7 @@ from embeddings.common.errors import InputError, shown
 from embeddings.common.packed_texts import PackedTexts
 from embeddings.common.text import shorten
 from embeddings.data.readers import open_reader
-from embeddings.data.records import (
-    LABELLED_FIELDS,
-    SCORED_FIELDS,
-    parse_labelled_text,
-    parse_record,
-    parse_scored_pair,
-)
+from embeddings.data.records import LABELLED_FIELDS, SCORED_FIELDS, parse_labelled_text, parse_record, parse_scored_pair
 from embeddings.inference.vector_folder import identifier_field, read_corpus, text_field
 
 Floats = npt.NDArray[np.float64]
@@ -290,14 +284,10 @@ def retrieval_files(folder: Path, qrels: Path | None = None) -> RetrievalFiles:
 
 
 def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> RetrievalFolder:
-    """Read retrieval files; the corpus is in memory as `PackedTexts`."""
-    document_ids, documents = PackedTexts(), PackedTexts()
-    for document in read_corpus(files.corpus, show_progress=show_progress):
-        document_ids.append(document.document_id)
-        documents.append(document.text)
+    """The data of retrieval files: of the queries, which are often those of all splits, only the judged ones."""
+    document_ids, documents = read_packed_corpus(files.corpus, show_progress)
     text_of_query = _read_queries(files.queries)
     relevance = read_qrels(files.qrels, text_of_query.keys(), document_ids)
-    # The queries file of a benchmark often has the queries of all splits: only those that are judged here are used.
     query_ids = [query for query in text_of_query if query in relevance]
     judged = set().union(*relevance.values())
     document_row = {document: row for row, document in enumerate(document_ids) if document in judged}
@@ -309,6 +299,15 @@ def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> 
     qrels = Qrels.of(pairs, len(query_ids), len(documents))
     queries = [text_of_query[query] for query in query_ids]
     return RetrievalFolder(documents, document_ids, queries, query_ids, qrels, len(text_of_query) - len(query_ids))
+
+
+def read_packed_corpus(corpus: Path, show_progress: bool) -> tuple[PackedTexts, PackedTexts]:
+    """The ids and the texts of a corpus file."""
+    document_ids, documents = PackedTexts(), PackedTexts()
+    for document in read_corpus(corpus, show_progress=show_progress):
+        document_ids.append(document.document_id)
+        documents.append(document.text)
+    return document_ids, documents
 
 
 def read_qrels(

@@ -55,12 +55,8 @@ def tune_weight(rule: FusionRule, qrels: Qrels, rank: Callable[[Sequence[FusionR
     """The fusion with the weight from 0.1 to 0.9 of the highest nDCG@10, if it is significantly above the default's.
 
     Otherwise the default stays, because the best of nine weights on few queries is often the best by chance. Of equal
-    ones the nearest to the default is compared.
-
-    Args:
-        rule: The fusion.
-        qrels: The judgments of the queries, which should not be those of a test.
-        rank: Returns the documents that each fusion ranks, best first, (Q, K) rows.
+    ones the nearest to the default is compared. `qrels` should not be those of a test; `rank` returns the documents of
+    each query by each fusion, best first, (Q, K).
     """
     ranked = rank([replace(rule, weight=weight) for weight in WEIGHTS])
     ndcg = {weight: query_ndcg(row_QK, qrels) for weight, row_QK in zip(WEIGHTS, ranked, strict=True)}
@@ -85,18 +81,11 @@ def tune_search(searched: CorpusSearch, words: BM25, folder: RetrievalFolder) ->
 
 @dataclass(frozen=True)
 class FolderSearch:
-    """A retrieval folder whose documents are ranked for its queries; ties as in trec_eval.
-
-    Attributes:
-        folder: The texts and judgments.
-        query_QD: The vectors of the queries, whose inner products with those of the documents are the scores.
-        tiles: Returns the vectors of all documents in blocks.
-        device: Device that multiplies the vectors.
-    """
+    """A retrieval folder whose documents are ranked for its queries by inner products; ties as in trec_eval."""
 
     folder: RetrievalFolder
     query_QD: Vectors
-    tiles: Callable[[], Iterable[Vectors]]
+    tiles: Callable[[], Iterable[Vectors]]  # the vectors of all documents, in blocks
     device: torch.device
 
     def nearest(self, query_QD: Vectors, top_k: int) -> TopK:

@@ -117,10 +117,9 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
 def _files_sha256(path: Path) -> str:
     """A hash of the data files of a folder."""
     files = (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
-    digest = hashlib.sha256()
-    for name in sorted(file.relative_to(path) for file in files):
-        digest.update(f"{name} {file_sha256(path / name)}\n".encode())
-    return digest.hexdigest()[:40]
+    names = sorted(file.relative_to(path) for file in files)
+    lines = "".join(f"{name} {file_sha256(path / name)}\n" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()[:40]
 
 
 class TaskEncoder:

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from embeddings.common.io import lists_of
 from embeddings.common.process import logger
 from embeddings.common.text import TextRole, format_table
 from embeddings.evaluation.folders import (
@@ -259,7 +259,7 @@ class FolderEncoder(NamedTuple):
         queries, documents = self.options("Retrieval", "query"), self.options("Retrieval", "document")
         query_QD = self.encoder.encode(folder.queries, **queries)
         blocks, per_tile = self.encoder.encode_blocks(folder.documents, **documents), DOCUMENT_TILE // TEXTS_PER_BLOCK
-        return query_QD, map(np.concatenate, iter(lambda: list(islice(blocks, per_tile)), []))
+        return query_QD, map(np.concatenate, lists_of(blocks, per_tile))
 
 
 def _score_pairs(

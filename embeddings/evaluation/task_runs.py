@@ -116,12 +116,9 @@ def _benchmark(name: str) -> list[AbsTask]:
 class TaskSettings:
     """Settings that affect scores, other than the model and the tasks.
 
-    Attributes:
-        prompt_name: Name of the model's prompt before queries, or before all texts of tasks without roles.
-        instructions: Instructions that replace the model's prompts, for the tasks that have one.
-        widths: Numbers of leading dimensions to compare, one score each; None for full width.
-        context_size: Number of context documents for a contextual model, drawn for each task; None for no context.
-        context_seed: Seed of these draws.
+    The prompt of `prompt_name` precedes queries, or all texts of tasks without roles; `instructions` replace it for the
+    tasks that have one. Each of `widths`, numbers of leading dimensions, has its own score. A contextual model has
+    `context_size` context documents, drawn for each task, or none.
     """
 
     prompt_name: str | None = None

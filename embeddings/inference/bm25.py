@@ -79,16 +79,11 @@ _UNSPACED_RUN = re.compile(f"([{UNSPACED}]+)")
 
 @cache
 def tokenizer(language: str = ENGLISH) -> Tokenize:
-    """The function that splits texts of a language into tokens.
+    """The function that splits texts of a language into tokens: for `english`, `word_tokens`.
 
-    Args:
-        language: `english` for `word_tokens`, which removes stop words and splits identifiers. For another language of
-            PyStemmer, tokens are the stems of lower-case words; for `none`, the words as they are. A word is a sequence
-            of letters, digits and marks of any script. Where a script has no spaces between words, tokens are pairs of
-            adjacent characters.
-
-    Raises:
-        OptionError: If PyStemmer has no such language.
+    For another language of PyStemmer, tokens are the stems of lower-case words; for `none`, the words as they are. A
+    word is a sequence of letters, digits and marks of any script. Where a script has no spaces between words, tokens
+    are pairs of adjacent characters.
     """
     if language == ENGLISH:
         return word_tokens

@@ -43,10 +43,7 @@ def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.
 
 
 def documents_sha256(documents: Iterable[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(json.dumps(list(document)).encode())
-    return digest.hexdigest()
+    return hashlib.sha256("".join(json.dumps(list(document)) for document in documents).encode()).hexdigest()
 
 
 def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, Self, get_args
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, NumericError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
+from embeddings.common.io import atomic_path, check_manifest, file_sha256, lists_of, load_array
 from embeddings.common.jobs import save_array
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
@@ -35,6 +34,7 @@ from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.model_card import PushedModel, push_embedder, push_to_hub
 from embeddings.models.moe.experts import shared_casts
+from embeddings.models.pooling import evaluating
 
 Vectors = npt.NDArray[np.float32]
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
@@ -89,13 +89,7 @@ def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def text_blocks(texts: Sequence[str], repeated: Collection[int] | None = None) -> Iterator[list[str]]:
     """The unique texts in the blocks that are tokenised at once; `repeated` as in `_repeated_hashes`."""
     repeated = _repeated_hashes(texts)[0] if repeated is None else repeated
-    return _blocks(_unique(texts, repeated))
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    texts = iter(texts)
-    while block := list(islice(texts, TEXTS_PER_BLOCK)):
-        yield block
+    return lists_of(_unique(texts, repeated), TEXTS_PER_BLOCK)
 
 
 def _repeated_hashes(texts: Sequence[str]) -> tuple[set[int], int]:
@@ -140,8 +134,7 @@ class Context:
         if not (folder / CONTEXT_FILE).exists():
             with atomic_path(folder / CONTEXT_FILE) as temporary:
                 save_array(temporary, self.vector_MH)
-        vectors = np.load(folder / CONTEXT_FILE)
-        return type(self)(self.document_ids, self.documents_sha256, self.seed, vectors)
+        return replace(self, vector_MH=np.load(folder / CONTEXT_FILE))
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -358,7 +351,7 @@ class Encoder:
         computed = self._computed_once(tokens(repeated), num_unique, compute, title, extra_tokens)
         waiting_nD, kept = np.empty((0, width), np.float32), dict[str, Vectors]()
         with closing(computed):
-            for block in _blocks(texts):
+            for block in lists_of(texts, TEXTS_PER_BLOCK):
                 new = [text for text in dict.fromkeys(block) if text not in kept] if repeated else block
                 while len(waiting_nD) < len(new):
                     waiting_nD = np.concatenate([waiting_nD, next(computed)])
@@ -491,18 +484,6 @@ def check_widths(model: Encoder | Embedder, widths: Sequence[int]) -> None:
 def require_list(name: str, texts: object) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; the mode of every module is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # Config fields that do not affect vectors: the origin, and settings that each process chooses.

@@ -90,18 +90,11 @@ def fused_top_k(
     device: str | torch.device = "cpu",
     tie_order_N: Rows | None = None,
 ) -> list[TopK]:
-    """The `top_k` documents with the largest fused scores for each query, by each rule; equal scores by row.
+    """The `top_k` documents with the largest fused scores for each query, by each rule; equal scores by `tie_order_N`.
 
-    Args:
-        queries: The texts of the queries.
-        query_QD: Their vectors, whose inner products with the documents' are the dense scores, (Q, D) float32.
-        words: The BM25 index of the same documents.
-        top_k: Maximum number of documents per query.
-        rules: How scores are fused: weights of one fusion, for all of which the documents are scored once.
-        tiles: Returns the vectors of all documents in consecutive arrays, once per block of queries; for `zscore`.
-        nearest: Returns the best documents by dense score; for the other rules.
-        device: Device that multiplies the vectors.
-        tie_order_N: The rows of all documents in the order of equal scores, (N,) int64; None for the order of rows.
+    Dense scores are inner products with `query_QD`. `rules` are weights of one fusion, for all of which the documents
+    are scored once: for `zscore` with `tiles`, which returns all vectors once per block of queries, otherwise with
+    `nearest`, the best documents by dense score. `tie_order_N` has the rows of all documents; None for their order.
 
     Shape/precision: both scores in float32, sums and fused scores in float64; 64 MiB of scores of each side at once,
         or one query.

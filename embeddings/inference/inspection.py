@@ -16,14 +16,14 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.text import TextRole
 from embeddings.common.types import PaddedTokens, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
-from embeddings.inference.encoder import Context, Encoder, Vectors, evaluating, unit_rows
+from embeddings.inference.encoder import Context, Encoder, Vectors, unit_rows
 from embeddings.models.anchor_token import AnchorTokenPooling
 from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.contextual import ContextualEmbedder
 from embeddings.models.embedder import Embedder, capture_of
 from embeddings.models.latent_attention import LatentAttentionPooling
 from embeddings.models.moe.upcycling import COUNTS, has_experts, moe_layers, read_routing
-from embeddings.models.pooling import plain_backbone
+from embeddings.models.pooling import evaluating, plain_backbone
 from embeddings.models.poolings import pooling_name
 
 

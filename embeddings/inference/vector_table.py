@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.common.io import atomic_path, check_disk_space, check_manifest, file_sha256, write_file_manifest
-from embeddings.common.jobs import ArrayTask, discard_on_user_error, finished_manifest, manifest_path
+from embeddings.common.io import check_disk_space, check_manifest
+from embeddings.common.jobs import ArrayTask, discard_on_user_error, finished_manifest, output_file
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.data.readers import open_reader
@@ -87,23 +87,21 @@ def _write(
     # Vectors of a model hardly shrink.
     compression = dict.fromkeys(schema.names[:-1], "zstd") | {"vector.list.element": "none"}
     options: dict[str, Any] = {"compression": compression, "use_dictionary": False}
-    with atomic_path(target) as temporary:
-        with (
-            pq.ParquetWriter(temporary, schema, **options) as writer,
-            progress_bar(folder.num_documents, f"writing {target.name}", "document") as bar,
-        ):
-            for shard, vector_nD in enumerate(folder.shards):
-                documents = folder.documents(folder.shards.rows(shard))
-                titles, texts, others = zip(*islice(rows, len(documents)), strict=True)
-                ids = [document.document_id for document in documents]
-                arrays = [
-                    *(pa.array(column, pa.large_string()) for column in (ids, titles, texts, others)),
-                    pa.FixedSizeListArray.from_arrays(pa.array(vector_nD.reshape(-1)), width),
-                ]
-                writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=len(documents))
-                bar.update(len(documents))
-        # The file is renamed last: if it exists, its manifest does too.
-        write_file_manifest(manifest_path(target), {**fields, "output_sha256": file_sha256(temporary)})
+    with (
+        output_file(target, fields) as temporary,
+        pq.ParquetWriter(temporary, schema, **options) as writer,
+        progress_bar(folder.num_documents, f"writing {target.name}", "document") as bar,
+    ):
+        for shard, vector_nD in enumerate(folder.shards):
+            documents = folder.documents(folder.shards.rows(shard))
+            titles, texts, others = zip(*islice(rows, len(documents)), strict=True)
+            ids = [document.document_id for document in documents]
+            arrays = [
+                *(pa.array(column, pa.large_string()) for column in (ids, titles, texts, others)),
+                pa.FixedSizeListArray.from_arrays(pa.array(vector_nD.reshape(-1)), width),
+            ]
+            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=len(documents))
+            bar.update(len(documents))
 
 
 def _rows(corpus: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None, str, str | None]]:

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from embeddings.mining.mine import MiningReport, Reranker, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
-    from embeddings.mining.pair_vectors import (
-        EncodedTexts,
-        EncodingOptions,
-        PairVectors,
-        encode_pairs,
-    )
+    from embeddings.mining.pair_vectors import EncodedTexts, EncodingOptions, PairVectors, encode_pairs
     from embeddings.mining.search import DocumentSearch, ExactSearch
 
 __all__ = [

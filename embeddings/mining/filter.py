@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import SETTINGS, check_manifest, file_lock
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
     discard_on_user_error,
     finished_manifest,
     load_shard,
-    manifest_path,
+    output_file,
     require_shard_size,
     save_array,
     write_array,
@@ -29,7 +29,7 @@ from embeddings.common.jobs import (
 from embeddings.common.progress import progress_bar
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.common.text import PromptChoice
-from embeddings.data.near_duplicates import NearDuplicates, Shingle
+from embeddings.data.near_duplicates import NearDuplicates, Shingle, concatenated_ranges
 from embeddings.data.records import LabelledText, is_json_lines, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
@@ -45,7 +45,7 @@ from embeddings.mining.duplicates import (
     find_contaminated,
     find_duplicates,
 )
-from embeddings.mining.pair_index import Int64s, concatenated_ranges
+from embeddings.mining.pair_index import Int64s
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
 from embeddings.mining.search import pair_scores
 
@@ -175,14 +175,16 @@ def _write_ranks(
     segment, block = segments.blocks[shard]
     index, row_N = vectors.index, segments.members(segment)
     row_n = row_N[block]
-    entries = concatenated_ranges(index.positive_offsets[row_N], index.positive_offsets[row_N + 1])
+    first_N = index.positive_offsets[row_N]
+    entries = concatenated_ranges(first_N, index.positive_offsets[row_N + 1] - first_N)
     document_M = np.unique(index.positive_rows[entries])
     query_nD = vectors.query_shards.take(row_n)
-    start_n, stop_n = index.positive_offsets[row_n], index.positive_offsets[row_n + 1]
-    owner_P = np.repeat(np.arange(len(row_n)), stop_n - start_n)
-    own_row_P = np.asarray(index.positive_rows[concatenated_ranges(start_n, stop_n)])
+    start_n = index.positive_offsets[row_n]
+    length_n = index.positive_offsets[row_n + 1] - start_n
+    owner_P = np.repeat(np.arange(len(row_n)), length_n)
+    own_row_P = np.asarray(index.positive_rows[concatenated_ranges(start_n, length_n)])
     score_P = pair_scores(query_nD, owner_P, own_row_P, vectors.document_shards)
-    own_score_n = torch.from_numpy(np.maximum.reduceat(score_P, np.cumsum(stop_n - start_n) - (stop_n - start_n)))
+    own_score_n = torch.from_numpy(np.maximum.reduceat(score_P, np.cumsum(length_n) - length_n))
     # The known positives in the segment, sorted by group and column, so that those of a group in a tile are contiguous.
     known = index.known_positives(row_n)
     column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
@@ -203,7 +205,7 @@ def _write_ranks(
             first_key_q = known.group_Q[chunk] * len(document_M) + first
             start_q, stop_q = np.searchsorted(key_P, first_key_q), np.searchsorted(key_P, first_key_q + len(tile_TD))
             row_K = np.repeat(np.arange(len(first_key_q)), stop_q - start_q)
-            column_K = key_P[concatenated_ranges(start_q, stop_q)] - first_key_q[row_K]
+            column_K = key_P[concatenated_ranges(start_q, stop_q - start_q)] - first_key_q[row_K]
             is_nearer_qT[torch.from_numpy(row_K), torch.from_numpy(column_K)] = False
             count_n[chunk] += is_nearer_qT.sum(dim=1, dtype=torch.int32).cpu()
     save_array(path, np.where(has_others_n, count_n.numpy(), np.int32(NOT_RANKED)))
@@ -440,7 +442,8 @@ def _write(
 ) -> None:
     write_array(work / REASONS, reason_N)
     json_lines = is_json_lines(report.output)
-    with atomic_path(report.output) as temporary:
+    facts = {"removed": report.removed, "num_kept": report.num_kept}
+    with output_file(report.output, fields | facts) as temporary:
         if source.classes is None:
             records = (record for _, record in read_records(config, source))
             kept = compress(records, reason_N == KEPT)
@@ -450,6 +453,3 @@ def _write(
             texts = (LabelledText(row.query, source.labels[row.label]) for row in stored)
             count = write_labelled_texts(temporary, texts, json_lines)
         assert count == report.num_kept
-        facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
-        # The file is renamed last: if it exists, its manifest does too.
-        write_file_manifest(manifest_path(report.output), {**fields, **facts})

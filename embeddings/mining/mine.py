@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embeddings.common.errors import InputError, OptionError, require
-from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import SETTINGS, check_manifest, file_lock, file_sha256
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
@@ -23,6 +23,7 @@ from embeddings.common.jobs import (
     finished_manifest,
     load_shard,
     manifest_path,
+    output_file,
     require_shard_size,
     save_array,
     shard_rows,
@@ -120,11 +121,6 @@ class Reranker:
             what = f"the score of {query[:40]!r} with {text[:40]!r} is not finite"
             raise InputError(self.name, what, "check the weights and the dtype of the model")
         return score_P
-
-
-def scoring_job(folder: Path, reranker: Reranker, num_shards: int) -> ShardedJob:
-    fields = {"kind": "reranker's scores", **reranker.fields}
-    return ShardedJob(folder / f"scores-{fields['model_sha256'][:12]}", fields, num_shards, stem="scores")
 
 
 def score_shard(reranker: Reranker, table: Table, shard_size: int, mined: ShardedJob, shard: int, path: Path) -> None:
@@ -324,7 +320,9 @@ def mine_negatives(
         job.run(lambda shard, path: write_shard(miner.mine(rows(shard)), index, rules, path), task, rows=rows)
         scoring = None
         if reranker is not None:
-            scoring = scoring_job(work, reranker, job.num_shards)
+            of_model = work / f"scores-{reranker.fields['model_sha256'][:12]}"
+            score_fields = {"kind": "reranker's scores", **reranker.fields}
+            scoring = ShardedJob(of_model, score_fields, job.num_shards, stem="scores")
             scoring.run(partial(score_shard, reranker, source.table, mined_rows, job), task, rows=rows)
         jobs = [job] if scoring is None else [job, scoring]
         if any(each.missing() for each in jobs):
@@ -378,7 +376,8 @@ def _merge(
     index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
     levels: ByLevel = {}
-    with atomic_path(output) as temporary:
+    recorded = dict(fields)
+    with output_file(output, recorded) as temporary:
         with table_writer(temporary, output_schema(graded, scoring is not None), is_json_lines(output)) as write:
             for shard in range(job.num_shards):
                 mined = read_shard(job.path(shard))
@@ -396,10 +395,10 @@ def _merge(
             "removed": {name.removeprefix("removed "): count for name, count in removed.items()},
             "by_level": levels or None,
         }
-        budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
-        checks = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
-        # The file is renamed last: if it exists, its manifest does too.
-        write_file_manifest(manifest_path(output), {**fields, **facts, **checks})
+        recorded |= facts
+        recorded["mini_batch_tokens"] = [
+            check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors
+        ]
     report = MiningReport(output, **facts)
     for count, what in (
         (report.num_replaced, "had negatives, which the mined ones replace"),

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
+from embeddings.data.near_duplicates import concatenated_ranges
 from embeddings.data.records import NUM_LEVELS
-from embeddings.mining.pair_index import Int64s, KnownPositives, PairIndex, concatenated_ranges, find
+from embeddings.mining.pair_index import Int64s, KnownPositives, PairIndex, find
 from embeddings.mining.search import Floats
 
 Choice = Literal["top", "random"]
@@ -319,7 +320,7 @@ class DocumentQrels:
         """The judgments of queries: as relevant as a positive makes a positive, each grade below it a level."""
         start_Q = np.searchsorted(self._query_hash_J, hash_Q, side="left")
         stop_Q = np.searchsorted(self._query_hash_J, hash_Q, side="right")
-        index_j = concatenated_ranges(start_Q, stop_Q)
+        index_j = concatenated_ranges(start_Q, stop_Q - start_Q)
         query_j = np.repeat(np.arange(len(hash_Q)), stop_Q - start_Q)
         row_j, grade_j = self._row_J[index_j], self._grade_J[index_j]
         key_P = known.group_P * self._num_documents + known.row_P

@@ -13,6 +13,7 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import atomic_folder, check_manifest, file_sha256, load_array, text_hash, write_manifest
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
+from embeddings.data.near_duplicates import concatenated_ranges
 from embeddings.data.readers import blocks_of, open_reader
 from embeddings.data.store import CachedSource, StoredRow, Table, write_table
 from embeddings.inference.vector_folder import text_field
@@ -94,13 +95,13 @@ class PairIndex:
         """
         hash_G, group_Q = np.unique(self.query_hashes[rows], return_inverse=True)
         start_G, stop_G = _slots(self.query_hashes, hash_G, self._query_order)
-        row_R = self._query_order[concatenated_ranges(start_G, stop_G)]
+        row_R = self._query_order[concatenated_ranges(start_G, stop_G - start_G)]
         start_R, stop_R = self.positive_offsets[row_R], self.positive_offsets[row_R + 1]
         group_P = np.repeat(np.repeat(np.arange(len(hash_G)), stop_G - start_G), stop_R - start_R)
-        row_P = self.positive_rows[concatenated_ranges(start_R, stop_R)]
+        row_P = self.positive_rows[concatenated_ranges(start_R, stop_R - start_R)]
         start_P, stop_P = _slots(self._twins_2T[0], row_P)
         group_P = np.append(group_P, np.repeat(group_P, stop_P - start_P))
-        row_P = np.append(row_P, self._twins_2T[1, concatenated_ranges(start_P, stop_P)])
+        row_P = np.append(row_P, self._twins_2T[1, concatenated_ranges(start_P, stop_P - start_P)])
         key_P = np.unique(group_P * self.num_documents + row_P)
         return KnownPositives(group_Q.reshape(-1), *np.divmod(key_P, self.num_documents))
 
@@ -226,10 +227,3 @@ def find(hash_n: Int64s, hash_D: Int64s) -> Int64s:
 def _slots(value_N: Int64s, found_n: Int64s, order_N: Int64s | None = None) -> tuple[Int64s, Int64s]:
     """Where each of `found_n` starts and ends in `value_N`, which `order_N` sorts."""
     return np.searchsorted(value_N, found_n, "left", order_N), np.searchsorted(value_N, found_n, "right", order_N)
-
-
-def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:
-    """The numbers start … stop - 1 of each range, concatenated, (sum of lengths,) int64."""
-    length_n = stop_n - start_n
-    before_n = np.cumsum(length_n) - length_n
-    return np.repeat(start_n - before_n, length_n) + np.arange(int(length_n.sum()))

@@ -31,14 +31,9 @@ _RESIDENT, _TILE, _QUERIES, _WORK = 12, 1, 1, 2
 
 class DocumentSearch(Protocol):
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query.
+        """The documents nearest to each unit vector, (Q, K), best first, ties by row.
 
-        Args:
-            query_QD: Unit vectors, (Q, D) float32.
-            top_k: Maximum documents per query; K is the smaller of this and the number of documents.
-
-        Returns:
-            Scores and rows, (Q, K), best first, ties by row; row -1 with score -inf if fewer documents are found.
+        K is at most the number of documents; row -1 with score -inf if fewer documents are found.
         """
 
 

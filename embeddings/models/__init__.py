@@ -18,13 +18,7 @@ from embeddings.models.moe.upcycling import (
     upcycle,
     write_rotary_model,
 )
-from embeddings.models.pooling import (
-    ClsPooling,
-    LastTokenPooling,
-    MeanPooling,
-    Pooling,
-    WeightedMeanPooling,
-)
+from embeddings.models.pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
 
 __all__ = [
     "AnchorTokenPooling",

@@ -270,11 +270,10 @@ def model_without_weights(
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.float32
     try:
         with torch.device("meta"), quiet_transformers():
-            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises any type of exception for a config that fits no model
         what = f"cannot be built: {_first_line(error)}"
         raise InputError(str(folder), what, "take a complete copy") from error
-    assert isinstance(model, PreTrainedModel)
     model.train(False)
     return model
 
@@ -288,11 +287,10 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise InputError(str(folder), f"contains adapters of another model, {shown(base)}", fix)
     check_num_layers(read_json_or_empty(folder / "config.json"), str(folder / "config.json"))
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Each architecture validates its fields with different exceptions.
     except Exception as error:
         raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
-    assert isinstance(config, PretrainedConfig)
     for name, value in _implementations(read_json(folder / "config.json")):
         # transformers would download and run the code of that repository.
         if not re.fullmatch(r"\w+", value):

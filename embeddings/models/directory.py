@@ -31,12 +31,7 @@ from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import logger, quiet_transformers
 from embeddings.common.text import INSTRUCTION_TEMPLATE, Similarity
 from embeddings.models.backbone import has_pooling_layer, num_positions
-from embeddings.models.context_layers import (
-    CONTEXT_FOLDER,
-    CONTEXT_SETTINGS,
-    RESIDUAL_FOLDER,
-    ContextParts,
-)
+from embeddings.models.context_layers import CONTEXT_FOLDER, CONTEXT_SETTINGS, RESIDUAL_FOLDER, ContextParts
 from embeddings.models.lora import merged_state_dict
 from embeddings.models.model_files import load_weights, read_json
 from embeddings.models.pooling import Pooling, plain_backbone

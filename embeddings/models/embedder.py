@@ -155,9 +155,7 @@ class Embedder(KeepsFrequencies):
 
     @property
     def pad_token_id(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)
-        return pad
+        return int(self.tokenizer.pad_token_id)
 
     @property
     def longest_text(self) -> int | None:

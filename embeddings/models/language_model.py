@@ -126,11 +126,7 @@ class LanguageModel(KeepsFrequencies):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        causal: bool,
-        lora: LoraSettings | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, causal: bool, lora: LoraSettings | None = None
     ) -> None:
         super().__init__()
         check_head(model)
@@ -254,7 +250,6 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
     except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
         reason = one_line(str(error), 200)
         raise OptionError("model.from_scratch.settings", scratch.settings, "cannot build a model", reason) from error
-    assert isinstance(model, PreTrainedModel)
     if scratch.bidirectional:
         backbone: Any = model.base_model
         require_bidirectional(backbone)

@@ -72,14 +72,9 @@ class Pooling(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """One vector per text.
+        """One vector per text, (N, H), float32 (float64 for float64 states), from the last layer's states.
 
-        Args:
-            hidden_NLH: States of the last layer, (N, L, H) float, padded on the right.
-            pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
-
-        Returns:
-            Vectors, (N, H), float32 (float64 for float64 states).
+        Texts are padded on the right; the mask is True where a token enters the pooling.
         """
         raise NotImplementedError
 
@@ -171,9 +166,7 @@ def _at_least_float32(state: Tensor) -> Tensor:
 
 def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
     """The Hugging Face model that peft wraps, or the backbone itself."""
-    plain: Any = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
-    assert isinstance(plain, PreTrainedModel)
-    return plain
+    return backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
 
 
 def without_cache(backbone: nn.Module) -> dict[str, bool]:
@@ -194,10 +187,11 @@ def first_position(table: nn.Embedding) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode within the context."""
-    was_training = model.training
+    """Evaluation mode; the mode of every module is restored."""
+    modes = [(module, module.training) for module in model.modules()]
     model.train(False)
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training

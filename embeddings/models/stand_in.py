@@ -91,9 +91,7 @@ def architecture(name: str) -> PretrainedConfig:
     if name not in ARCHITECTURES:
         fix = "download it first, or give its config.json to plan by --model-config"
         raise InputError(name, "is not on this machine, and its architecture is unknown", fix)
-    config = AutoConfig.for_model(**ARCHITECTURES[name])
-    assert isinstance(config, PretrainedConfig)
-    return config
+    return AutoConfig.for_model(**ARCHITECTURES[name])
 
 
 def tiny_architecture(config: PretrainedConfig) -> PretrainedConfig:
@@ -112,9 +110,7 @@ def tiny_architecture(config: PretrainedConfig) -> PretrainedConfig:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
         if name in fields:
             fields[name] = getattr(tokenizer, name)
-    small = AutoConfig.for_model(model_type, **fields)
-    assert isinstance(small, PretrainedConfig)
-    return small
+    return AutoConfig.for_model(model_type, **fields)
 
 
 def write_stand_in(folder: Path, config: PretrainedConfig, head: HeadKind | None = None) -> None:

@@ -7,10 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.common import InputError
+from embeddings.common import InputError, jobs
 from embeddings.inference import Encoder, VectorFolder, encode_table
 from embeddings.inference import vector_folder as module
-from embeddings.inference import vector_table as table_module
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.refusals import assert_refused, refused
 from tests.inference.models import encode_nothing_more, some_texts, tiny_embedder
@@ -95,7 +94,7 @@ def test_a_killed_call_resumes_and_a_finished_file_is_not_written_again(encoder,
     monkeypatch.setattr(module, "_encode_shard", lambda *each: counts.append(encode(*each)) or counts[-1])
     for name in ("file_sha256", "write_file_manifest"):
         with monkeypatch.context() as patch:
-            patch.setattr(table_module, name, interrupted_at(getattr(table_module, name), 1))
+            patch.setattr(jobs, name, interrupted_at(getattr(jobs, name), 1))
             with pytest.raises(KeyboardInterrupt):
                 encode_table(encoder, corpus, output, shard_size=4)
     encode_table(encoder, corpus, output, shard_size=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError, OptionError, jobs
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig, open_source
 from embeddings.data.records import parse_record
@@ -27,7 +27,7 @@ from tests.mining.pair_sources import content
 # Where a run is killed: the function, and the number of its call.
 PLACES = [
     *((duplicates, "_write_keys", 3), (duplicates, "_compare", 1), (duplicates, "_write_reasons", 2)),
-    *((filter, "_write_ranks", 2), (filter, "write_records", 1), (filter, "write_file_manifest", 1)),
+    *((filter, "_write_ranks", 2), (filter, "write_records", 1), (jobs, "write_file_manifest", 1)),
 ]
 
 

@@ -212,8 +212,7 @@ class Imported(NamedTuple):
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
     """The model of a config on the meta device: names and shapes without values."""
     with torch.device("meta"), quiet_transformers():
-        model = auto_class.from_config(config)
-    assert isinstance(model, PreTrainedModel)
+        model: PreTrainedModel = auto_class.from_config(config)
     return model
 
 
@@ -223,8 +222,7 @@ def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrained
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     with quiet_transformers():
         # Also computes the rotary tables, which no checkpoint contains.
-        model = model_class.from_pretrained(None, config=empty.config, state_dict=state, dtype=dtype)
-    assert isinstance(model, PreTrainedModel)
+        model: PreTrainedModel = model_class.from_pretrained(None, config=empty.config, state_dict=state, dtype=dtype)
     return model
 
 

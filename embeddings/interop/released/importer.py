@@ -129,10 +129,8 @@ def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | Non
     # In the Hub's cache a folder is named for its commit.
     name = Path(origin_of(Path(source).expanduser().absolute()).name).name if known_as is None else known_as
     usage = USAGES.get(name)
-    if usage is not None and _model_type(model) == usage.model_type:
-        assert isinstance(model, Embedder)
-        if model.embedding_dim == usage.widths[0]:
-            return name
+    if usage is not None and _model_type(model) == usage.model_type and model.embedding_dim == usage.widths[0]:
+        return name
     if known_as is not None:
         rule = f"cannot apply to {source}, which has another backbone or width"
         raise OptionError("known_as", known_as, rule, "leave it out")

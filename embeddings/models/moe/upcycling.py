@@ -115,8 +115,7 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     )
     with torch.device("meta"):
         options: dict[str, Any] = {"attn_implementation": dense.config._attn_implementation, "dtype": dense.dtype}
-        sparse = AutoModel.from_config(config, **options)  # type: ignore[no-untyped-call]
-    assert isinstance(sparse, RotaryMoeModel)
+        sparse: RotaryMoeModel = AutoModel.from_config(config, **options)  # type: ignore[no-untyped-call]
     state = {name: value for name, value in dense.state_dict().items() if not name.startswith("pooler.")}
     for layer in layers:
         prefix = f"layers.{layer}.mlp."
@@ -186,8 +185,7 @@ def read_routing(backbone: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
     """
     sums: dict[str, Tensor] = {}
 
-    def add(_: nn.Module, __: Any, output: Any) -> None:
-        assert isinstance(output, RotaryMoeOutput)
+    def add(_: nn.Module, __: Any, output: RotaryMoeOutput) -> None:
         for name in (COUNTS, PROBABILITIES, SQUARED_LOGSUMEXP):
             value = getattr(output, name)
             sums[name] = sums[name] + value if name in sums else value
@@ -347,8 +345,7 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
     options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation, "dtype": model.dtype}
     options |= {} if prefix else {"add_pooling_layer": False}
     auto_class: Any = AutoModelForMaskedLM if prefix else AutoModel
-    rotary = auto_class.from_config(config, **options)
-    assert isinstance(rotary, PreTrainedModel)
+    rotary: PreTrainedModel = auto_class.from_config(config, **options)
     rotary.load_state_dict({name: _padded(name, value, num_rows) for name, value in state.items()})
     rotary.tie_weights()
     rotary.train(False)
