@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -85,7 +86,8 @@ class Schedule:
             raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        return int(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
+        # As decimals: in binary, 0.29 * 100 is below 29.
+        return int(Fraction(str(self.warmup_steps)) * (total_steps if self.warmup_steps < 1 else 1))
 
     def factor(self, step: int, total_steps: int) -> float:
         """The fraction of the peak rate, 0 to 1, at optimiser step `step` (0-based); never zero in the warm-up."""

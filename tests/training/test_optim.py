@@ -71,6 +71,11 @@ def test_a_warm_up_can_be_a_fraction_of_the_run(total_steps, num_warmup_steps):
     fraction.check(total_steps)
 
 
+def test_a_fraction_of_the_run_is_exact() -> None:
+    assert Schedule(0.29).num_warmup_steps(100) == 29
+    assert [Schedule(percent / 100).num_warmup_steps(100) for percent in range(100)] == list(range(100))
+
+
 @pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"warmup_steps": 1.5}, {"total_steps": 0}])
 def test_invalid_counts_are_rejected(options):
     with pytest.raises(OptionError):
