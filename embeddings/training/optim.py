@@ -15,7 +15,7 @@ from embeddings.common.errors import OptionError
 
 
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
+    """The trainable parameters in two groups: matrices, and biases, vectors and scalars without weight decay.
 
     Each module in `parts` has two separate groups, whose `part` is its name.
     """
@@ -23,13 +23,18 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
     if not trainable:
         raise ValueError("no parameter is trainable: the whole model is frozen")
     part_of = {parameter: name for name, part in (parts or {}).items() for parameter in part.parameters()}
+    # The biases of experts are the rows of one matrix.
+    is_matrix = {
+        parameter: parameter.ndim >= 2 and not name.rpartition(".")[2].startswith("bias")
+        for name, parameter in module.named_parameters()
+    }
     groups: list[dict[str, Any]] = []
     for name in (None, *(parts or {})):
         of_part = [parameter for parameter in trainable if part_of.get(parameter) == name]
         options = {} if name is None else {"part": name}
-        if matrices := [parameter for parameter in of_part if parameter.ndim >= 2]:
+        if matrices := [parameter for parameter in of_part if is_matrix[parameter]]:
             groups.append({"params": matrices, **options})
-        if vectors := [parameter for parameter in of_part if parameter.ndim < 2]:
+        if vectors := [parameter for parameter in of_part if not is_matrix[parameter]]:
             groups.append({"params": vectors, "weight_decay": 0.0, **options})
     return groups
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from embeddings.common import OptionError
+from embeddings.models.moe.experts import Experts
 from embeddings.training.optim import Schedule, parameter_groups, replaced_options, scale_rates, state_per_weight
 
 
@@ -20,6 +21,13 @@ def test_vectors_have_no_weight_decay_and_frozen_parameters_are_excluded():
     assert len(vectors["params"]) == 3
     with pytest.raises(ValueError, match="no parameter is trainable"):
         parameter_groups(model.requires_grad_(False))
+
+
+def test_the_biases_of_experts_have_no_weight_decay() -> None:
+    experts = Experts(hidden_size=4, intermediate_size=8, num_experts=2, inner_bias=True)
+    matrices, vectors = parameter_groups(experts)
+    assert matrices["params"] == [experts.w1, experts.w2]
+    assert vectors["params"] == [experts.bias1, experts.bias2]
 
 
 @pytest.mark.parametrize(
