@@ -53,14 +53,14 @@ def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
 
 
 def replaced_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
-    """The numbers among an optimiser's options that a saved state replaces when it is loaded, as text."""
+    """The options of an optimiser that a saved state replaces when it is loaded, as text."""
     replaced = []
     for name, value in optimizer.defaults.items():
         key = "initial_lr" if name == "lr" else name
         before = [group[key] for group in saved["param_groups"] if key in group]
         # Vectors have no weight decay.
-        if isinstance(value, int | float) and not isinstance(value, bool) and before and value not in before:
-            replaced.append(f"{name} {before[0]:g}, not {value:g}")
+        if before and value not in before:
+            replaced.append(f"{name} {before[0]}, not {value}")
     return replaced
 
 

@@ -145,3 +145,11 @@ def test_the_options_that_a_saved_state_replaces_are_named() -> None:
     saved = adam(0.1, 0.5).state_dict()
     assert replaced_options(adam(0.1, 0.5), saved) == []
     assert replaced_options(adam(0.2, 0.3), saved) == ["lr 0.1, not 0.2", "weight_decay 0.5, not 0.3"]
+
+
+def test_replaced_options_need_not_be_numbers() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    saved = torch.optim.AdamW(weights).state_dict()
+    assert replaced_options(torch.optim.AdamW(weights), saved) == []
+    changed = torch.optim.AdamW(weights, betas=(0.9, 0.95), amsgrad=True)
+    assert replaced_options(changed, saved) == ["betas (0.9, 0.999), not (0.9, 0.95)", "amsgrad False, not True"]
