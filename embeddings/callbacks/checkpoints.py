@@ -177,12 +177,16 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
     """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor`, if any; returns the weights' step."""
     monitored = [kept for kept in model_checkpoints(trainer) if kept.monitor is not None]
-    path = monitored[0].best_model_path if monitored else ""
+    if not monitored:
+        return trainer.global_step
+    path = monitored[0].best_model_path
     finish_writing(trainer)
     is_sharded = training_strategy(trainer.strategy).is_sharded
     if is_sharded:
         trainer.strategy.barrier()
-    if not path or not Path(path).exists():
+    if not path or not get_filesystem(path).exists(path):
+        line = "there is no checkpoint with the best %s%s: the last weights are used"
+        logger.warning(line, monitored[0].monitor, f" ({path} is missing)" if path else "")
         return trainer.global_step
     state = (trainer.strategy if is_sharded else trainer.strategy.checkpoint_io).load_checkpoint(path)
     module.on_load_checkpoint(state)
