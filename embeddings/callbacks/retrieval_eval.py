@@ -103,9 +103,11 @@ class RetrievalEvaluation(L.Callback):
         self._scored_step, self._scores = state_dict["scored_step"], dict(state_dict["scores"])
 
     def harm(self) -> str:
-        """A line if the model was scored before training and no later score reached that one, else an empty string."""
+        """A line if no score after the start of training exists or reached that of the start, else an empty string."""
         later = {step: score for step, score in self._scores.items() if step > 0}
-        if 0 not in self._scores or not later:
+        if not later:
+            return f"no step of the run was scored on {self.folder}; lower every_n_steps, {self.every_n_steps}"
+        if 0 not in self._scores:
             return ""
         best = max(later, key=lambda step: later[step])
         if later[best] >= self._scores[0]:

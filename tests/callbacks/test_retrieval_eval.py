@@ -178,3 +178,11 @@ def test_a_run_that_only_lowered_the_score_ends_with_a_warning(tmp_path, folder,
     end = json.loads(path.read_text())["end"]
     assert end["how"] == "finished"
     assert end["why"].startswith(line)
+
+
+def test_a_run_that_ends_before_its_first_score_says_so(tmp_path, folder, caplog):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=folder, every_n_steps=100)]
+    with caplog.at_level("WARNING", "embeddings"):
+        fit(tmp_path, config)
+    assert f"warning: no step of the run was scored on {folder}; lower every_n_steps, 100" in caplog.messages
