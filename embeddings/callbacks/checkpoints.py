@@ -15,7 +15,7 @@ from torch import nn
 
 from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
 from embeddings.common import OptionError, TextSettings, UserError
-from embeddings.common.checkpoint_file import copied, read_checkpoint, write_checkpoint
+from embeddings.common.checkpoint_file import add_own_path, copied, read_checkpoint, write_checkpoint
 from embeddings.common.io import check_disk_space
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
@@ -47,6 +47,7 @@ class DurableCheckpointIO(CheckpointIO):
         self.written: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        add_own_path(checkpoint, path)
         if self.asynchronous:
             self.wait()
             self.start(_write, copied(checkpoint), path)

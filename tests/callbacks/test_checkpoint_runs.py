@@ -119,6 +119,16 @@ def test_a_stop_waits_for_the_thread_and_the_resumed_run_is_bit_identical(
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
 
 
+def test_a_copy_of_a_checkpoint_remains_when_the_run_is_resumed_from_it(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path)
+    assert exit_code(tmp_path, signalled(config, step=3, numbers=[10])) == 75
+    (last,) = tmp_path.rglob("last.ckpt")
+    copy = shutil.copyfile(last, last.with_name("copy.ckpt"))
+    assert exit_code(tmp_path, config, "--ckpt_path", str(copy)) == 0
+    found = sorted(path.name for path in (tmp_path / "run").rglob("*.ckpt"))
+    assert found == ["copy.ckpt", "last.ckpt"]
+
+
 def test_too_little_disk_space_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
