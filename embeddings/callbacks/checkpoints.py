@@ -3,8 +3,10 @@
 import dataclasses
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,27 +148,32 @@ def finish_writing(trainer: L.Trainer) -> None:
 
 
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
-    """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints, one of them `resumed`."""
+    """Check on rank 0 that each local checkpoint folder has disk space for the checkpoints that are there at once."""
     kept = model_checkpoints(trainer)
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
     logger_folder = trainer.loggers[0].save_dir if trainer.loggers else None
-    # The old checkpoint, the new one during its write, and a tenth for other files.
-    needed = int(2.2 * checkpoint_bytes(module, str(trainer.precision)))
-    for folder in {str(callback.dirpath or logger_folder or trainer.default_root_dir) for callback in kept}:
+    size_of = partial(checkpoint_bytes, module, str(trainer.precision))
+    # Beside the kept checkpoints the new one during its write, and a fifth of it for other files.
+    needed = defaultdict[str, int](lambda: size_of() * 6 // 5)
+    for callback in kept:
+        folder = str(callback.dirpath or logger_folder or trainer.default_root_dir)
+        needed[folder] += (abs(callback.save_top_k) + (callback.save_last is True)) * size_of(
+            callback.save_weights_only
+        )
+    for folder, num_bytes in needed.items():
         if "://" not in folder:
-            own = Path(resumed or "")
-            is_there = own.exists() and own.resolve().parent == Path(folder).resolve()
-            files = [own, *own.rglob("*")] if is_there else []
-            check_disk_space(folder, needed - sum(path.stat().st_size for path in files if path.is_file()))
+            own, place = Path(resumed or ""), Path(folder).resolve()
+            files = place.rglob("*") if own.exists() and own.resolve().parent == place else []
+            check_disk_space(folder, num_bytes - sum(path.stat().st_size for path in files if path.is_file()))
 
 
-def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
+def checkpoint_bytes(module: nn.Module, precision: str = "32-true", weights_only: bool = False) -> int:
     """The approximate size of a run's checkpoint; called before the module is converted to `precision`."""
     halves = precision in ("bf16-true", "16-true")
     module_of_method: Any = module
     is_of_method = hasattr(module, "state_per_weight")
-    per_weight = module_of_method.state_per_weight() if is_of_method else 0.0
+    per_weight = module_of_method.state_per_weight() if is_of_method and not weights_only else 0.0
     left_out = module_of_method.frozen_names() if is_of_method else set()
     total = 0.0
     for name, value in (*module.named_parameters(), *module.named_buffers()):

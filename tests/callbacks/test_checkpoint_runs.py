@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,28 @@ def test_too_little_disk_space_is_refused_before_anything_is_written(
     for resumed in ("best", str(elsewhere)):
         with pytest.raises(OSError, match="No space left"):
             check_checkpoint_room(cli.trainer, cli.model, resumed)
+
+
+def test_the_checkpoints_that_are_kept_need_disk_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = _with_state(nn.Linear(2, 3))
+    size, of_weights = checkpoint_bytes(module), checkpoint_bytes(module, weights_only=True)
+    assert (size, of_weights) == (4 * (6 + 3 * 3), 4 * 9)
+    base, timed = (
+        ModelCheckpoint("kept", save_last=True),
+        ModelCheckpoint("kept", train_time_interval=timedelta(minutes=1)),
+    )
+    light = ModelCheckpoint("light", save_top_k=2, monitor="loss", save_weights_only=True)
+    for callbacks, needed in (
+        ([base], 3.2 * size),
+        ([base, timed], 4.2 * size),
+        ([light], 1.2 * size + 2 * of_weights),
+    ):
+        run = quiet_trainer(enable_checkpointing=True, callbacks=callbacks)
+        fake_disk(monkeypatch, int(needed))
+        check_checkpoint_room(run, module)
+        fake_disk(monkeypatch, int(needed) - 1)
+        with pytest.raises(OSError, match="No space left"):
+            check_checkpoint_room(run, module)
 
 
 def test_the_frozen_base_of_lora_needs_no_disk_space(tmp_path: Path) -> None:
