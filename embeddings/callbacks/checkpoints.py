@@ -3,8 +3,10 @@
 import dataclasses
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 
 from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
 from embeddings.common import OptionError, TextSettings, UserError
-from embeddings.common.checkpoint_file import copied, read_checkpoint, write_checkpoint
+from embeddings.common.checkpoint_file import add_own_path, copied, read_checkpoint, write_checkpoint
 from embeddings.common.io import check_disk_space
 from embeddings.common.own_folder import replaced_folder
 from embeddings.common.process import is_first_process, logger
@@ -47,6 +49,7 @@ class DurableCheckpointIO(CheckpointIO):
         self.written: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        add_own_path(checkpoint, path)
         if self.asynchronous:
             self.wait()
             self.start(_write, copied(checkpoint), path)
@@ -145,27 +148,32 @@ def finish_writing(trainer: L.Trainer) -> None:
 
 
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
-    """Check on rank 0 that each local checkpoint folder has disk space for two checkpoints, one of them `resumed`."""
+    """Check on rank 0 that each local checkpoint folder has disk space for the checkpoints that are there at once."""
     kept = model_checkpoints(trainer)
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
     logger_folder = trainer.loggers[0].save_dir if trainer.loggers else None
-    # The old checkpoint, the new one during its write, and a tenth for other files.
-    needed = int(2.2 * checkpoint_bytes(module, str(trainer.precision)))
-    for folder in {str(callback.dirpath or logger_folder or trainer.default_root_dir) for callback in kept}:
+    size_of = partial(checkpoint_bytes, module, str(trainer.precision))
+    # Beside the kept checkpoints the new one during its write, and a fifth of it for other files.
+    needed = defaultdict[str, int](lambda: size_of() * 6 // 5)
+    for callback in kept:
+        folder = str(callback.dirpath or logger_folder or trainer.default_root_dir)
+        needed[folder] += (abs(callback.save_top_k) + (callback.save_last is True)) * size_of(
+            callback.save_weights_only
+        )
+    for folder, num_bytes in needed.items():
         if "://" not in folder:
-            own = Path(resumed or "")
-            is_there = own.exists() and own.resolve().parent == Path(folder).resolve()
-            files = [own, *own.rglob("*")] if is_there else []
-            check_disk_space(folder, needed - sum(path.stat().st_size for path in files if path.is_file()))
+            own, place = Path(resumed or ""), Path(folder).resolve()
+            files = place.rglob("*") if own.exists() and own.resolve().parent == place else []
+            check_disk_space(folder, num_bytes - sum(path.stat().st_size for path in files if path.is_file()))
 
 
-def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
+def checkpoint_bytes(module: nn.Module, precision: str = "32-true", weights_only: bool = False) -> int:
     """The approximate size of a run's checkpoint; called before the module is converted to `precision`."""
     halves = precision in ("bf16-true", "16-true")
     module_of_method: Any = module
     is_of_method = hasattr(module, "state_per_weight")
-    per_weight = module_of_method.state_per_weight() if is_of_method else 0.0
+    per_weight = module_of_method.state_per_weight() if is_of_method and not weights_only else 0.0
     left_out = module_of_method.frozen_names() if is_of_method else set()
     total = 0.0
     for name, value in (*module.named_parameters(), *module.named_buffers()):
@@ -177,12 +185,16 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
     """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor`, if any; returns the weights' step."""
     monitored = [kept for kept in model_checkpoints(trainer) if kept.monitor is not None]
-    path = monitored[0].best_model_path if monitored else ""
+    if not monitored:
+        return trainer.global_step
+    path = monitored[0].best_model_path
     finish_writing(trainer)
     is_sharded = training_strategy(trainer.strategy).is_sharded
     if is_sharded:
         trainer.strategy.barrier()
-    if not path or not Path(path).exists():
+    if not path or not get_filesystem(path).exists(path):
+        line = "there is no checkpoint with the best %s%s: the last weights are used"
+        logger.warning(line, monitored[0].monitor, f" ({path} is missing)" if path else "")
         return trainer.global_step
     state = (trainer.strategy if is_sharded else trainer.strategy.checkpoint_io).load_checkpoint(path)
     module.on_load_checkpoint(state)

@@ -104,8 +104,11 @@ class FitLoop(_FitLoop):
         own = run_logger(self.trainer)
         self._continues_run = own is not None and own.resumed is not None
         if self._continues_run:
-            # The state was made before the file was written.
-            self._written().update([*state_dict.get("written_checkpoints", ()), os.path.abspath(self._resumed)])
+            written = set(state_dict.get("written_checkpoints", ()))
+            # The run may have been moved. A copy under another name is the user's.
+            if os.path.basename(self._resumed) in map(os.path.basename, written):
+                written.add(os.path.abspath(self._resumed))
+            self._written().update(written)
 
     def on_run_start(self) -> None:
         if self._continues_run:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar, TQDMProgressBar
 from torch import nn
 
-from embeddings.common import ContrastiveBatch, OptionError, UserError
+from embeddings.common import ContextualStep, ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import count_values, mean_over_ranks, world_size
 from embeddings.common.process import logger
 from embeddings.common.progress import LINE_SECONDS, progress_bar, stop_reporting
@@ -207,12 +207,13 @@ def flops(module: nn.Module, work: Work) -> float:
     assert backbone is not None
     total = backbone_flops(backbone, work.read, work.squares)
     if first_stage is not None:
-        total += backbone_flops(first_stage.backbone, work.context, work.context_squares)
+        is_trained = isinstance(module, ContextualStep) and module.trains_context
+        total += backbone_flops(first_stage.backbone, work.context, work.context_squares, is_trained)
     return total
 
 
-def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
-    """Operations of one backbone.
+def backbone_flops(backbone: nn.Module, positions: int, squares: int, has_backward: bool = True) -> float:
+    """Operations of one backbone; without `has_backward` those of the forward pass.
 
     For each weight and position: 2 forward, 2 backward to the states, 2 backward to trained weights. In each layer and
     text: 4 L^2 H forward for attention's two products, twice that backward.
@@ -225,6 +226,8 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
     share = min(1.0, max(0, trained - count_values(t for t in tables if t.requires_grad)) / max(1, weights))
     config = plain_backbone(backbone).config
     attention: float = 12.0 * config.num_hidden_layers * config.hidden_size * squares
+    if not has_backward:
+        return weights * 2.0 * positions + attention / 3
     return weights * (4.0 + 2.0 * share) * positions + attention
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from embeddings.callbacks.checkpoints import embedder_of
+from embeddings.callbacks.run_record import model_checkpoints
 from embeddings.common import OptionError
 from embeddings.common.protocols import RunData, run_data
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
@@ -23,8 +24,8 @@ class RetrievalEvaluation(L.Callback):
 
     A model that is trained at several dimensions is scored at each; scores of truncated embeddings are logged as
     `val/ndcg_at_10_128`. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same
-    `every_n_train_steps` keeps the best model. Rank 0 evaluates while the others wait. Under `EMAWeightAveraging` the
-    averages are scored, which checkpoints and exports contain.
+    `every_n_train_steps`, or a multiple, keeps the best model. Rank 0 evaluates while the others wait. Under
+    `EMAWeightAveraging` the averages are scored, which checkpoints and exports contain.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
@@ -65,6 +66,21 @@ class RetrievalEvaluation(L.Callback):
                 raise OptionError("RetrievalEvaluation.name", self.name, rule, fix)
         if self._data is None:
             self._data = read_retrieval_folder(self.folder)
+        for kept in model_checkpoints(trainer):
+            if (kept.monitor or "").startswith(tuple(f"{self.name}/{metric}" for metric in METRICS)):
+                self._check_schedule(kept)
+
+    def _check_schedule(self, kept: ModelCheckpoint) -> None:
+        """Check that checkpoints are written at steps that are scored, not under the score of earlier weights."""
+        steps, every = kept._every_n_train_steps, self.every_n_steps
+        if every is None and (steps or kept._train_time_interval is not None):
+            rule = f"must be set to choose the best {kept.monitor} within an epoch"
+            fix = "set it to ModelCheckpoint's every_n_train_steps, or that to 0 and its every_n_epochs to 1"
+            raise OptionError("RetrievalEvaluation.every_n_steps", None, rule, fix)
+        if every is not None and (not steps or steps % every):
+            rule = f"must be a multiple of {every}, the steps between scores, to choose the best {kept.monitor}"
+            fix = "change it, or set every_n_steps: null and every_n_epochs: 1"
+            raise OptionError("ModelCheckpoint.every_n_train_steps", steps, rule, fix)
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         encoder = Encoder(embedder_of(module, self))
@@ -87,9 +103,11 @@ class RetrievalEvaluation(L.Callback):
         self._scored_step, self._scores = state_dict["scored_step"], dict(state_dict["scores"])
 
     def harm(self) -> str:
-        """A line if the model was scored before training and no later score reached that one, else an empty string."""
+        """A line if no score after the start of training exists or reached that of the start, else an empty string."""
         later = {step: score for step, score in self._scores.items() if step > 0}
-        if 0 not in self._scores or not later:
+        if not later:
+            return f"no step of the run was scored on {self.folder}; lower every_n_steps, {self.every_n_steps}"
+        if 0 not in self._scores:
             return ""
         best = max(later, key=lambda step: later[step])
         if later[best] >= self._scores[0]:

@@ -75,6 +75,13 @@ def copied(content: Any) -> Any:
     return plain(content, copy)
 
 
+def add_own_path(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Add a checkpoint's path to its list of the run's checkpoints, which was made before the path was known."""
+    written = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("written_checkpoints")
+    if written is not None:
+        written.append(os.path.abspath(path))
+
+
 def write_checkpoint(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint atomically: after a crash `path` has the old checkpoint or the complete new one.
 

@@ -141,6 +141,8 @@ class QuantizationOptions:
         check_solver(self.damping, self.block_size)
         if self.group_size is not None and self.group_size < 1:
             raise OptionError("group_size", self.group_size, "must be >= 1", "128 is usual; leave it out for none")
+        if self.group_size is not None and self.quantize is None:
+            raise OptionError("group_size", self.group_size, "has no effect without --quantize", "try --quantize int8")
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -210,6 +212,9 @@ class Compression:
             rule = f"must be from 1 to {self._num_layers - 1}: the model has {self._num_layers}"
             raise OptionError("layers", pruning.layers, rule, "leave it out to keep all")
         self._check_widths(layered)
+        if calibration.calibration and not needs_texts:
+            rule = "has no effect without --prune wanda, --prune sparsegpt or --quantize"
+            raise OptionError("calibration", calibration.calibration, rule, "leave it out")
         self._texts = calibration_texts(calibration) if needs_texts else []
         self._max_length = calibration.max_length
         self.calibration: dict[str, Any] | None = None

@@ -41,7 +41,8 @@ class InfoNCE(KeepsArguments, nn.Module):
         temperature: Softmax temperature t, > 0. NV-Embed states none; 0.02 is usual for similar models.
         learnable_temperature: Whether log t is a trained parameter.
         in_batch_negatives: `source` uses the setting of each query's source; `on` and `off` override it for all.
-        directions: `query_to_document`, or `both` for the mean of it and the loss of documents against queries.
+        directions: `query_to_document`, or `both` for the mean of it and the loss of documents against queries. A pair
+            whose source has no in-batch negatives has only the first.
         gather_across_devices: Whether the candidates of all ranks are negatives, or only this rank's.
         similarity: `cosine` or `dot`.
         tile_size: Scores in memory at once, at least 32 rows of them; None for 2^21 (8 MB) on a CPU, 2^26 on a GPU.
@@ -128,18 +129,17 @@ class InfoNCE(KeepsArguments, nn.Module):
             candidate_WCD = [comparable(candidate_CD[:, :width], self.similarity) for width in widths]
             scale, masks = self._scale(query_WBD[0]), self.masks(batch)
             all_WCD = [gather_candidates(own_CD, masks.candidate_counts) for own_CD in candidate_WCD]
-            scores = tiled_cross_entropies(
-                query_WBD, all_WCD, scale, masks.positive_index_B, masks.excluded, self.tile_size, rounds
-            )
-            if self.directions == "query_to_document":
+            of_both = self.directions == "both"
+            weight_B = torch.where(masks.in_batch_B, 0.5, 1.0).to(scale.dtype) if of_both else None
+            options = self.tile_size, rounds, weight_B
+            scores = tiled_cross_entropies(query_WBD, all_WCD, scale, masks.positive_index_B, masks.excluded, *options)
+            if not of_both:
                 return scores
             all_WQD = [gather_candidates(own_BD, masks.query_counts) for own_BD in query_WBD]
             positive_WBD = [own_CD[batch.positive_index_B] for own_CD in candidate_WCD]
             excluded = masks.of_positives().excluded_queries
-            documents = tiled_cross_entropies(
-                positive_WBD, all_WQD, scale, masks.index_B, excluded, self.tile_size, rounds
-            )
-            return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
+            documents = tiled_cross_entropies(positive_WBD, all_WQD, scale, masks.index_B, excluded, *options)
+            return scores._replace(loss_W=scores.loss_W + documents.loss_W)
 
     def _terms(self, scores: "WidthScores", index: int) -> dict[str, Tensor]:
         terms = {"accuracy": scores.accuracy_W[index], "positive_score": scores.positive_score_W[index]}
@@ -403,11 +403,12 @@ def tiled_cross_entropies(
     excluded: Excluded | None = None,
     tile_size: int | None = None,
     rounds: bool = False,
+    weight_R: Tensor | None = None,
 ) -> WidthScores:
     """The mean cross-entropies of scaled inner products at W widths, computed in tiles of whole rows.
 
-    loss = mean over R of  -log softmax(scale * row @ column^T)[target]. Each tile adds its share of the gradient before
-    it is freed. The widths share targets and exclusions. Call it outside autocast.
+    loss = mean over R of  -weight * log softmax(scale * row @ column^T)[target]. Each tile adds its share of the
+    gradient before it is freed. The widths share targets and exclusions. Call it outside autocast.
 
     Args:
         row_WRD: (R, D) float32 or float64 for each width.
@@ -419,13 +420,14 @@ def tiled_cross_entropies(
         rounds: Whether float32 vectors and softmax weights are rounded to bfloat16 for the products, whose sums stay in
             float32. Each target's score and share of the gradient are not rounded, so the gradient's relative error is
             below 1e-3, unless most rows have one rival alone (4e-3 measured).
+        weight_R: Weight of each row's loss, (R,) same dtype, > 0; None for 1.
     """
     vectors = [*row_WRD, *column_WCD]
     if not torch.is_grad_enabled():
         vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
     size = scores_at_once(tile_size, target_R.device)
     kind = _RoundedWidth if rounds else _Width
-    outputs = _TiledCrossEntropy.apply(kind, scale, target_R, excluded, size, *vectors)  # type: ignore[no-untyped-call]
+    outputs = _TiledCrossEntropy.apply(kind, scale, target_R, excluded, size, weight_R, *vectors)  # type: ignore[no-untyped-call]
     return WidthScores(*outputs)
 
 
@@ -438,7 +440,9 @@ class _Width:
         self.column_gradient_CD = torch.zeros_like(column_CD) if needs_column else None
         self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
 
-    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, is_excluded_rC: Tensor | None) -> None:
+    def add_tile(
+        self, rows: slice, scale: Tensor, target_r1: Tensor, is_excluded_rC: Tensor | None, weight_r1: Tensor | None
+    ) -> None:
         """Add the losses and gradients of one tile of rows."""
         row_rD = self.row_RD[rows] * scale
         weight_rC = row_rD @ self.column_CD.T
@@ -446,7 +450,7 @@ class _Width:
             weight_rC.masked_fill_(is_excluded_rC, -torch.inf)
         target_score_r1 = weight_rC.gather(1, target_r1)
         rivals = softmax_weights(weight_rC, target_score_r1, target_r1)
-        others_r1, total_r1 = rivals.others_r1, self._add_losses(rivals, target_score_r1)
+        others_r1, total_r1 = rivals.others_r1, self._add_losses(rivals, target_score_r1, weight_r1)
         # The target's softmax minus one, as minus the sum of the others: exact even if the softmax is close to 1.
         weight_rC.scatter_(1, target_r1, -others_r1)
         if self.row_gradient_RD is not None:
@@ -454,13 +458,15 @@ class _Width:
         if self.column_gradient_CD is not None:
             self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
 
-    def _add_losses(self, rivals: Rivals, target_score_r1: Tensor) -> Tensor:
+    def _add_losses(self, rivals: Rivals, target_score_r1: Tensor, weight_r1: Tensor | None) -> Tensor:
         """Add the losses of rows; returns the divisor of their softmax weights, (r, 1)."""
         rival_r1, others_r1 = rivals
         highest_r1 = torch.maximum(rival_r1, target_score_r1)
         total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
         is_right_r1 = target_score_r1 > rival_r1
         loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
+        if weight_r1 is not None:
+            loss_r1, total_r1 = loss_r1 * weight_r1, total_r1 / weight_r1
         self.loss += loss_r1.sum()
         self.num_right += is_right_r1.sum()
         self.target_score += target_score_r1.sum()
@@ -489,7 +495,9 @@ class _RoundedWidth(_Width):
         super().__init__(row_RD, column_CD, needs_row, needs_column)
         self.rounded_CD = column_CD.to(torch.bfloat16)
 
-    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, is_excluded_rC: Tensor | None) -> None:
+    def add_tile(
+        self, rows: slice, scale: Tensor, target_r1: Tensor, is_excluded_rC: Tensor | None, weight_r1: Tensor | None
+    ) -> None:
         row_rD, target_r = self.row_RD[rows] * scale, target_r1[:, 0]
         target_rD = self.column_CD[target_r]
         score_rC = _rounded_product(row_rD, self.rounded_CD.T)
@@ -497,7 +505,7 @@ class _RoundedWidth(_Width):
             score_rC.masked_fill_(is_excluded_rC, -torch.inf)
         target_score_r1 = torch.linalg.vecdot(row_rD, target_rD)[:, None]
         weight_rC, rivals = fastest_weights(score_rC.device)(score_rC, target_score_r1, target_r1)
-        others_r1, total_r1 = rivals.others_r1, self._add_losses(rivals, target_score_r1)
+        others_r1, total_r1 = rivals.others_r1, self._add_losses(rivals, target_score_r1, weight_r1)
         # The largest tensor: the products below reuse its memory.
         del score_rC
         if self.row_gradient_RD is not None:
@@ -535,18 +543,20 @@ class _TiledCrossEntropy(torch.autograd.Function):
         target_R: Tensor,
         excluded: Excluded | None,
         tile_size: int,
+        weight_R: Tensor | None,
         *vectors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
-        needs_scale, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[5:]
+        needs_scale, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
         widths = [
             kind(vectors[w], vectors[num_widths + w], needs[w] or needs_scale, needs[num_widths + w])
             for w in range(num_widths)
         ]
         for rows in row_tiles(len(target_R), len(vectors[-1]), tile_size):
             is_excluded_rC = None if excluded is None else excluded(rows)
+            weight_r1 = None if weight_R is None else weight_R[rows, None]
             for width in widths:
-                width.add_tile(rows, scale, target_R[rows, None], is_excluded_rC)
+                width.add_tile(rows, scale, target_R[rows, None], is_excluded_rC, weight_r1)
         scale_gradient_W = torch.stack([width.scale_gradient(num_rows) for width in widths]) if needs_scale else None
         for width in widths:
             width.finish(scale, num_rows)
@@ -568,7 +578,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             for gradient, factor in zip(gradients, factors, strict=True)
         )
         scale_gradient = None if scale_gradient_W is None else scale_gradient_W @ factor_W
-        return (None, scale_gradient, None, None, None, *scaled)
+        return (None, scale_gradient, None, None, None, None, *scaled)
 
 
 def row_tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:

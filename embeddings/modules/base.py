@@ -283,6 +283,8 @@ class BaseModule(KeepsArguments, L.LightningModule):
         if not is_plain and scalars:
             rule, fix = f"cannot shard the scalar {scalars[0]}", "set learnable_temperature: false, or use ddp"
             raise OptionError("trainer.strategy", type(strategy).__name__, rule, fix)
+        if precision.endswith("16-true") and scalars:
+            raise OptionError("trainer.precision", precision, f"rounds updates of {scalars[0]} away", "set bf16-mixed")
         # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.
         half = {str(weight.dtype).removeprefix("torch.") for weight in self.parameters() if weight.requires_grad}
         half &= {"bfloat16", "float16"}

@@ -32,7 +32,15 @@ from embeddings.common import (
     Representations,
     TokenBatch,
 )
-from embeddings.common.checkpoint_file import Place, aside_of, empty_on_cpu, plain, read_folder, write_folder
+from embeddings.common.checkpoint_file import (
+    Place,
+    add_own_path,
+    aside_of,
+    empty_on_cpu,
+    plain,
+    read_folder,
+    write_folder,
+)
 from embeddings.common.distributed import full_shape
 from embeddings.common.io import check_disk_space, file_hash
 from embeddings.strategies.ranks import TIMEOUT
@@ -100,6 +108,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
             raise OptionError("dirpath", str(filepath), "must be on a disk of all ranks", "name a local folder")
         writer.wait()
         path = Path(self.broadcast(filepath))
+        add_own_path(checkpoint, path)
         shards: dict[str, Tensor] = {}
 
         def separate(tensor: Tensor, place: Place) -> Tensor:

@@ -175,6 +175,8 @@ class Limits:
     def __post_init__(self) -> None:
         above_zero = ("max_attempts", "concurrency", "requests_per_minute", "timeout_seconds", "token_budget")
         check_numbers(self, *above_zero, from_zero="max_retries")
+        if not 0 <= self.max_unusable <= 1:
+            raise OptionError("max_unusable", self.max_unusable, "must be from 0 to 1", "1 never stops the job")
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from embeddings.common.errors import OptionError
 
 
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
+    """The trainable parameters in two groups: matrices, and biases, vectors and scalars without weight decay.
 
     Each module in `parts` has two separate groups, whose `part` is its name.
     """
@@ -22,13 +23,18 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
     if not trainable:
         raise ValueError("no parameter is trainable: the whole model is frozen")
     part_of = {parameter: name for name, part in (parts or {}).items() for parameter in part.parameters()}
+    # The biases of experts are the rows of one matrix.
+    is_matrix = {
+        parameter: parameter.ndim >= 2 and not name.rpartition(".")[2].startswith("bias")
+        for name, parameter in module.named_parameters()
+    }
     groups: list[dict[str, Any]] = []
     for name in (None, *(parts or {})):
         of_part = [parameter for parameter in trainable if part_of.get(parameter) == name]
         options = {} if name is None else {"part": name}
-        if matrices := [parameter for parameter in of_part if parameter.ndim >= 2]:
+        if matrices := [parameter for parameter in of_part if is_matrix[parameter]]:
             groups.append({"params": matrices, **options})
-        if vectors := [parameter for parameter in of_part if parameter.ndim < 2]:
+        if vectors := [parameter for parameter in of_part if not is_matrix[parameter]]:
             groups.append({"params": vectors, "weight_decay": 0.0, **options})
     return groups
 
@@ -47,14 +53,14 @@ def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
 
 
 def replaced_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
-    """The numbers among an optimiser's options that a saved state replaces when it is loaded, as text."""
+    """The options of an optimiser that a saved state replaces when it is loaded, as text."""
     replaced = []
     for name, value in optimizer.defaults.items():
         key = "initial_lr" if name == "lr" else name
         before = [group[key] for group in saved["param_groups"] if key in group]
         # Vectors have no weight decay.
-        if isinstance(value, int | float) and not isinstance(value, bool) and before and value not in before:
-            replaced.append(f"{name} {before[0]:g}, not {value:g}")
+        if before and value not in before:
+            replaced.append(f"{name} {before[0]}, not {value}")
     return replaced
 
 
@@ -85,7 +91,8 @@ class Schedule:
             raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        return int(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
+        # As decimals: in binary, 0.29 * 100 is below 29.
+        return int(Fraction(str(self.warmup_steps)) * (total_steps if self.warmup_steps < 1 else 1))
 
     def factor(self, step: int, total_steps: int) -> float:
         """The fraction of the peak rate, 0 to 1, at optimiser step `step` (0-based); never zero in the warm-up."""

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_a_stop_waits_for_the_thread_and_the_resumed_run_is_bit_identical(
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
 
 
+def test_a_copy_of_a_checkpoint_remains_when_the_run_is_resumed_from_it(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path)
+    assert exit_code(tmp_path, signalled(config, step=3, numbers=[10])) == 75
+    (last,) = tmp_path.rglob("last.ckpt")
+    copy = shutil.copyfile(last, last.with_name("copy.ckpt"))
+    assert exit_code(tmp_path, config, "--ckpt_path", str(copy)) == 0
+    found = sorted(path.name for path in (tmp_path / "run").rglob("*.ckpt"))
+    assert found == ["copy.ckpt", "last.ckpt"]
+
+
 def test_too_little_disk_space_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +155,28 @@ def test_too_little_disk_space_is_refused_before_anything_is_written(
     for resumed in ("best", str(elsewhere)):
         with pytest.raises(OSError, match="No space left"):
             check_checkpoint_room(cli.trainer, cli.model, resumed)
+
+
+def test_the_checkpoints_that_are_kept_need_disk_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = _with_state(nn.Linear(2, 3))
+    size, of_weights = checkpoint_bytes(module), checkpoint_bytes(module, weights_only=True)
+    assert (size, of_weights) == (4 * (6 + 3 * 3), 4 * 9)
+    base, timed = (
+        ModelCheckpoint("kept", save_last=True),
+        ModelCheckpoint("kept", train_time_interval=timedelta(minutes=1)),
+    )
+    light = ModelCheckpoint("light", save_top_k=2, monitor="loss", save_weights_only=True)
+    for callbacks, needed in (
+        ([base], 3.2 * size),
+        ([base, timed], 4.2 * size),
+        ([light], 1.2 * size + 2 * of_weights),
+    ):
+        run = quiet_trainer(enable_checkpointing=True, callbacks=callbacks)
+        fake_disk(monkeypatch, int(needed))
+        check_checkpoint_room(run, module)
+        fake_disk(monkeypatch, int(needed) - 1)
+        with pytest.raises(OSError, match="No space left"):
+            check_checkpoint_room(run, module)
 
 
 def test_the_frozen_base_of_lora_needs_no_disk_space(tmp_path: Path) -> None:

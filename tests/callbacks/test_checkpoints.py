@@ -235,10 +235,19 @@ def test_loading_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path, mo
     run.strategy.checkpoint_io.teardown()
 
 
-def test_without_a_best_checkpoint_the_last_weights_remain() -> None:
+def test_a_remote_best_checkpoint_is_loaded() -> None:
+    best, module, path = Line(), Line(), "memory://run/best.ckpt"
+    DurableCheckpointIO().save_checkpoint({"state_dict": best.state_dict(), "global_step": 3}, path)
+    assert load_best(stub(monitored(path)), module) == 3
+    assert torch.equal(module.layer.weight, best.layer.weight)
+
+
+def test_without_a_best_checkpoint_the_last_weights_remain(caplog: pytest.LogCaptureFixture) -> None:
     module = Line()
     before = module.layer.weight.clone()
     for path in ("", "nowhere.ckpt"):
         assert load_best(stub(monitored(path)), module) == 7
+    start, end = "there is no checkpoint with the best val/loss", ": the last weights are used"
+    assert caplog.messages == [start + end, f"{start} (nowhere.ckpt is missing){end}"]
     assert load_best(stub(), module) == 7
     assert torch.equal(module.layer.weight, before)

@@ -190,6 +190,11 @@ def test_counted_operations_agree_with_torch(stages, tmp_path):
     (counts,) = (callback for callback in trainer.callbacks if isinstance(callback, CountsOperations))
     assert counts.counted > 1e6
     assert flops(trainer.lightning_module, counts._work) / counts.counted == pytest.approx(1.0, abs=0.1)
+    if stages == 2:
+        of_context, module = Work(context=100, context_squares=1000), trainer.lightning_module
+        trained, module._phase = flops(module, of_context), "frozen"
+        # No backward pass reaches a frozen first stage.
+        assert flops(module, of_context) == pytest.approx(trained / 3, rel=0.01)
 
 
 class Module(L.LightningModule):

@@ -1,15 +1,18 @@
 import json
+from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.callbacks import RetrievalEvaluation, retrieval_eval
 from embeddings.callbacks.retrieval_eval import METRICS
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
-from tests.helpers.runs import component, fit, logged_rows, run_config, write_retrieval_folder
+from tests.helpers.runs import component, fit, logged_rows, quiet_trainer, run_config, write_retrieval_folder
 from tests.inference.models import counted_encodings
 
 
@@ -127,6 +130,27 @@ def test_an_error_in_the_folder_or_an_option_ends_the_run_before_its_first_step(
         scored_run(tmp_path, folder=str(folder))
 
 
+@pytest.mark.parametrize(
+    ("every_n_steps", "keep", "says"),
+    [
+        (2, {}, r"every_n_train_steps must be a multiple of 2, .*, to choose the best val/mrr_at_10, got 0"),
+        (2, {"every_n_train_steps": 3}, r"every_n_train_steps must be a multiple of 2, .* got 3"),
+        (None, {"every_n_train_steps": 3}, r"every_n_steps must be set to choose the best val/mrr_at_10 within"),
+        (None, {"train_time_interval": timedelta(minutes=1)}, r"every_n_steps must be set to choose the best"),
+        (2, {"every_n_train_steps": 4}, None),
+        (None, {}, None),
+        (2, {"monitor": "val/loss"}, None),
+    ],
+)
+def test_weights_that_are_not_scored_are_no_candidates_for_the_best(folder, every_n_steps, keep, says):
+    callback = RetrievalEvaluation(folder, every_n_steps=every_n_steps)
+    trainer = quiet_trainer(
+        enable_checkpointing=True, callbacks=[callback, ModelCheckpoint(**{"monitor": "val/mrr_at_10", **keep})]
+    )
+    with pytest.raises(OptionError, match=says) if says else nullcontext():
+        callback.check_before_model(trainer)
+
+
 def test_two_folders_need_two_names(tmp_path, folder):
     config, other = run_config(tmp_path), write_retrieval_folder(tmp_path / "other")
     config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=str(each)) for each in (folder, other)]
@@ -154,3 +178,11 @@ def test_a_run_that_only_lowered_the_score_ends_with_a_warning(tmp_path, folder,
     end = json.loads(path.read_text())["end"]
     assert end["how"] == "finished"
     assert end["why"].startswith(line)
+
+
+def test_a_run_that_ends_before_its_first_score_says_so(tmp_path, folder, caplog):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=folder, every_n_steps=100)]
+    with caplog.at_level("WARNING", "embeddings"):
+        fit(tmp_path, config)
+    assert f"warning: no step of the run was scored on {folder}; lower every_n_steps, 100" in caplog.messages

@@ -135,6 +135,8 @@ def test_a_user_error_is_reported_in_one_line_and_nothing_is_written(compress, m
     refused("calibration must name texts", "--prune", "sparsegpt", calibration=None)
     refused("has no texts", "--prune", "sparsegpt", calibration="empty.txt")
     refused("pattern has no effect without --prune", "--pattern", "2:4", "--quantize", "int8")
+    refused("group_size has no effect without --quantize", "--prune", "wanda", "--group-size", "16")
+    refused("calibration has no effect without --prune wanda", "--prune", "magnitude")
     refused("output already exists", "--prune", "wanda", output="taken")
     refused("damping must be > 0", "--prune", "sparsegpt", "--damping", "0")
     refused("block_size must be a multiple of 8", "--prune", "sparsegpt", "--pattern", "4:8", "--block-size", "20")

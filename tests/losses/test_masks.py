@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,13 +127,14 @@ def dense_loss(
     may_compete = torch.tensor(True) if rule is None else ~torch.tensor(filter_reference(batch, rule))
     competes = (is_negative_mask(batch) & may_compete).fill_diagonal_(True)
     score, count = similarity_matrix(query, candidate) / temperature, len(batch)
-    loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), batch.positive_index_B)
+    cross_entropy = partial(torch.nn.functional.cross_entropy, target=batch.positive_index_B, reduction="none")
+    loss = cross_entropy(score.masked_fill(~competes, -torch.inf))
     if not both:
-        return loss
+        return loss.mean()
     competes = (is_negative_mask(batch, in_batch_negatives="on") & may_compete)[:, :count].T
     competes = (competes & batch.in_batch_B[:, None]).fill_diagonal_(True)
     score = score[:, :count].T.masked_fill(~competes, -torch.inf)
-    return (loss + torch.nn.functional.cross_entropy(score, batch.positive_index_B)) / 2
+    return torch.where(batch.in_batch_B, (loss + cross_entropy(score)) / 2, loss).mean()
 
 
 @pytest.mark.parametrize("compared", SWITCHES)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from embeddings.common import OptionError, TokenBatch
+from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
 from embeddings.modules import NVEmbedModule
 from embeddings.training.optim import Schedule
+from tests.helpers.runs import quiet_trainer
 from tests.strategies.fits import batches, train
 
 
@@ -64,3 +66,12 @@ def test_small_updates_change_float32_weights_and_pure_bfloat16_training_is_refu
     share, dtype = changed_share(mistral, "bf16-true", dtype="bfloat16")
     assert dtype == torch.bfloat16
     assert share < 0.9
+
+
+def test_a_learnt_temperature_in_pure_bfloat16_is_refused(mistral):
+    module = NVEmbedModule(BackboneConfig(mistral, bidirectional=True), loss=InfoNCE(learnable_temperature=True))
+    module.check_run(quiet_trainer(precision="bf16-mixed", max_steps=1), module, None)
+    with pytest.raises(
+        OptionError, match=r"precision rounds updates of loss\.log_temperature away, .*; set bf16-mixed"
+    ):
+        module.check_run(quiet_trainer(precision="bf16-true", max_steps=1), module, None)

@@ -202,6 +202,7 @@ def test_an_answer_that_is_given_up_is_cancelled_at_the_server():
         (lambda: Limits(requests_per_minute=0), "requests_per_minute must be > 0"),
         (lambda: Limits(timeout_seconds=0), "timeout_seconds must be > 0"),
         (lambda: Limits(token_budget=0), "token_budget must be > 0"),
+        (lambda: Limits(max_unusable=95), "max_unusable must be from 0 to 1, got 95"),
     ],
 )
 def test_invalid_numbers_and_fields_are_refused(make, says):

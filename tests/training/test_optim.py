@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from embeddings.common import OptionError
+from embeddings.models.moe.experts import Experts
 from embeddings.training.optim import Schedule, parameter_groups, replaced_options, scale_rates, state_per_weight
 
 
@@ -20,6 +21,13 @@ def test_vectors_have_no_weight_decay_and_frozen_parameters_are_excluded():
     assert len(vectors["params"]) == 3
     with pytest.raises(ValueError, match="no parameter is trainable"):
         parameter_groups(model.requires_grad_(False))
+
+
+def test_the_biases_of_experts_have_no_weight_decay() -> None:
+    experts = Experts(hidden_size=4, intermediate_size=8, num_experts=2, inner_bias=True)
+    matrices, vectors = parameter_groups(experts)
+    assert matrices["params"] == [experts.w1, experts.w2]
+    assert vectors["params"] == [experts.bias1, experts.bias2]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,11 @@ def test_a_warm_up_can_be_a_fraction_of_the_run(total_steps, num_warmup_steps):
     for step in range(total_steps):
         assert fraction.factor(step, total_steps) == absolute.factor(step, total_steps)
     fraction.check(total_steps)
+
+
+def test_a_fraction_of_the_run_is_exact() -> None:
+    assert Schedule(0.29).num_warmup_steps(100) == 29
+    assert [Schedule(percent / 100).num_warmup_steps(100) for percent in range(100)] == list(range(100))
 
 
 @pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"warmup_steps": 1.5}, {"total_steps": 0}])
@@ -132,3 +145,11 @@ def test_the_options_that_a_saved_state_replaces_are_named() -> None:
     saved = adam(0.1, 0.5).state_dict()
     assert replaced_options(adam(0.1, 0.5), saved) == []
     assert replaced_options(adam(0.2, 0.3), saved) == ["lr 0.1, not 0.2", "weight_decay 0.5, not 0.3"]
+
+
+def test_replaced_options_need_not_be_numbers() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    saved = torch.optim.AdamW(weights).state_dict()
+    assert replaced_options(torch.optim.AdamW(weights), saved) == []
+    changed = torch.optim.AdamW(weights, betas=(0.9, 0.95), amsgrad=True)
+    assert replaced_options(changed, saved) == ["betas (0.9, 0.999), not (0.9, 0.95)", "amsgrad False, not True"]
