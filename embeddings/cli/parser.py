@@ -122,9 +122,14 @@ def unfolded(value: Any) -> Any:
     nested: dict[str, Any] = {}
     for key, content in value.items():
         first, _, rest = str(key).partition(".")
-        inner, other = unfolded({rest: content} if rest else content), nested.get(first)
-        nested[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+        nested[first] = _merged(nested.get(first), unfolded({rest: content} if rest else content))
     return nested
+
+
+def _merged(earlier: Any, later: Any) -> Any:
+    if not (isinstance(earlier, dict) and isinstance(later, dict)):
+        return later
+    return {**earlier, **{key: _merged(earlier.get(key), value) for key, value in later.items()}}
 
 
 def read_configs(path: str, including: Sequence[str] = ()) -> list[Config]:
