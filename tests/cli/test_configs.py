@@ -45,6 +45,8 @@ def test_yaml_is_read_with_numbers_in_scientific_notation_and_dates_as_text():
         ("a: &a [*a]\n", "Circular reference"),
         ("a: !!bool x\n", "not a YAML file: 'x'"),
         ("a: !!binary aGVsbG8=\n", "not a YAML file: "),
+        ("a: 1\nb: 2\na: 3\n", "has the key a a second time in line 3; merge the two"),
+        ("- a: [{b: 1, c: {b: 2}},\n  {b: 1, b: 2}]", "has the key b a second time in line 2; merge the two"),
     ],
 )
 def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
