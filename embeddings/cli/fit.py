@@ -440,7 +440,9 @@ class Changes:
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
         self.on_command_line = {
-            _plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")
+            _plain(word.partition("=")[0].removeprefix("--").replace("-", "_"))
+            for word in argv
+            if word.startswith("--")
         }
 
     def set(self, key: str, value: Any, callback: Any = None) -> None:

@@ -200,7 +200,7 @@ def test_clustered_batches_read_all_rows_also_inside_a_curriculum(tmp_path: Path
 
 
 def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--trainer.max_steps=7", "--data.batch_size", "5", "--model.backbone.name", str(tmp_path / "backbone"))
+    words = ("--trainer.max-steps=7", "--data.batch_size", "5", "--model.backbone.name", str(tmp_path / "backbone"))
     code, (change,) = small(tmp_path, capsys, "--stand-in=tiny", "--check", *words)
     assert code == 0
     # The stand-in has the architecture of the model on the command line.
