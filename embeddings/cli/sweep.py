@@ -118,7 +118,7 @@ class Sweep:
     """
 
     def __init__(self, path: Path, output: Path) -> None:
-        self.path, self.folder = path, output / path.stem
+        self.path, self.folder = path, output.expanduser() / path.stem
         self.file = _read(path)
         self.names = short_names(list(self.file.parameters))
         configs = self.file.configs or expand_recipe(["--recipe", str(self.file.recipe)])[1::2]

@@ -178,6 +178,17 @@ def test_a_run_writes_only_into_its_folder_and_resumes_there(tmp_path, capsys):
     assert record["resumed_from"].endswith("out/point/kept/last.ckpt")
 
 
+def test_a_folder_below_the_home_folder_is_the_same_for_all_that_a_run_writes(sweep_file, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main(["fit", "--config", "tiny.yaml", "--run-dir=~/run", "--trainer.max_steps=2"]) == 0
+    names = {path.name for path in (tmp_path / "home/run/version_0").iterdir()}
+    assert names >= {"metrics.csv", "run.json", "config.yaml", "checkpoints"}
+    assert not Path("~").exists()
+    plan = Sweep(Path(sweep_file({"seed_everything": [1]})), Path("~/sweeps"))
+    assert plan.run(0).folder.parent == tmp_path / "home/sweeps/tried"
+
+
 def test_with_an_index_the_command_becomes_the_fit_of_that_point(sweep_file, faked, monkeypatch, capsys):
     file, commands = sweep_file({"a": [1, 2]}), []
     monkeypatch.setattr(os, "execv", lambda program, words: commands.append((program, words)))
