@@ -35,6 +35,7 @@ from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
 from embeddings.cli.trainer import (
+    AUTO,
     check_checkpoint,
     check_start,
     checks_before_model,
@@ -171,7 +172,7 @@ class TrainerCLI(LightningCLI):
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
         if run_dir is not None:
-            place_run(self.config.trainer, Path(run_dir))
+            place_run(self.config.trainer, Path(run_dir), self.config.ckpt_path == AUTO)
         if self.runs_here:
             avoid_emulation(changes)
         for line in changes.lines:
@@ -496,8 +497,11 @@ def move_exports(changes: Changes, folder: Path) -> None:
             callback.init_args.replace = True
 
 
-def place_run(trainer: Namespace, folder: Path) -> None:
-    """Let a run write everything into one folder: its logs there, other outputs below it."""
+def place_run(trainer: Namespace, folder: Path, replace: bool) -> None:
+    """Let a run write everything into one folder: its logs there, other outputs below it.
+
+    With `replace`, its model replaces one of an earlier attempt.
+    """
     trainer.default_root_dir = str(folder)
     loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
     for part in (*loggers, *(trainer.callbacks or ())):
@@ -510,7 +514,7 @@ def place_run(trainer: Namespace, folder: Path) -> None:
             # Its `version_N` is in the folder itself, not beside an export of the same name.
             options.name = ""
         if options is not None and _class_name(part) in _EXPORTS:
-            options.replace = True
+            options.replace = options.replace or replace
 
 
 def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -> None:

@@ -176,6 +176,8 @@ def test_a_run_writes_only_into_its_folder_and_resumes_there(tmp_path, capsys):
     assert main([*words, "--trainer.max_steps=3"]) == 0
     record = json.loads((tmp_path / "out/point/version_0/run.json").read_text())
     assert record["resumed_from"].endswith("out/point/kept/last.ckpt")
+    # Without `auto` it is another run.
+    assert_refused(capsys, tmp_path, "must not contain a model of another run", main, words[:-1])
 
 
 def test_a_folder_below_the_home_folder_is_the_same_for_all_that_a_run_writes(sweep_file, tmp_path, monkeypatch):
