@@ -245,7 +245,7 @@ class RunLogger(CSVLogger):
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
         if resumed is not None:
             options |= {"save_dir": str(resumed.folder.parent), "name": "", "version": resumed.folder.name}
-        super().__init__(**options)
+        super().__init__(**{**options, "save_dir": os.path.expanduser(options["save_dir"])})
         self.resumed = resumed
         # Loggers that write into the same folder and get its version from this logger.
         self.followers: list[TensorBoardLogger] = []
@@ -342,7 +342,8 @@ def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
     logger = RunLogger(resumed, **options)
     # A resumed run's may end with a slash.
     root = os.path.abspath(logger.root_dir)
-    logger.followers = [each for each in boards if each._version is None and os.path.abspath(each.root_dir) == root]
+    own_boards = [each for each in boards if os.path.abspath(os.path.expanduser(each.root_dir)) == root]
+    logger.followers = [each for each in own_boards if each._version is None]
     trainer.loggers = [logger, *loggers]
 
 

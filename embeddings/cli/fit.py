@@ -35,6 +35,7 @@ from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
 from embeddings.cli.trainer import (
+    AUTO,
     check_checkpoint,
     check_start,
     checks_before_model,
@@ -103,7 +104,7 @@ class FitParser(OneLineParser, LightningArgumentParser):
         check_configs(self.configs, self.words)
 
     def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Namespace:
-        for name in ("sources", "validation_sources"):
+        for name in ("sources", "validation_sources", "sources+", "validation_sources+"):
             if name in cfg:
                 cfg[name] = with_names(cfg[name])
         return super()._apply_actions(cfg, *args, **kwargs)
@@ -157,8 +158,7 @@ class TrainerCLI(LightningCLI):
 
     def _make_small(self, args: Any) -> None:
         """Apply `--limit_data` and `--stand_in` and report the changes on stderr; a check leaves no files."""
-        names = ("limit_data", "stand_in", "run_dir")
-        num_rows, stand_in, run_dir = (self.config.pop(name, None) for name in names)
+        num_rows, stand_in, run_dir = (self.config.pop(name, None) for name in ("limit_data", "stand_in", "run_dir"))
         changes = Changes(self.config, args)
         keep_last_exports(self.config.trainer)
         if num_rows is not None:
@@ -171,7 +171,7 @@ class TrainerCLI(LightningCLI):
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             use_stand_in(changes, Path(folder))
         if run_dir is not None:
-            place_run(self.config.trainer, Path(run_dir))
+            place_run(self.config, Path(run_dir))
         if self.runs_here:
             avoid_emulation(changes)
         for line in changes.lines:
@@ -439,9 +439,8 @@ class Changes:
 
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
-        self.on_command_line = {
-            _plain(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")
-        }
+        names = (word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
+        self.on_command_line = {_plain(name.removeprefix("__")) for name in names}
 
     def set(self, key: str, value: Any, callback: Any = None) -> None:
         owner = self.run if callback is None else callback.init_args
@@ -481,9 +480,10 @@ def limit_data(changes: Changes, num_rows: int) -> None:
 
 def keep_last_exports(trainer: Namespace) -> None:
     """Drop an `ExportModel` or `ExportLanguageModel` before another one: a later config chooses the folder."""
-    last = {_class_name(one): one for one in trainer.callbacks or () if _class_name(one) in _EXPORTS}
-    if last:
-        trainer.callbacks = [one for one in trainer.callbacks if last.get(_class_name(one), one) is one]
+    given = [trainer.callbacks] if isinstance(trainer.callbacks, Namespace) else trainer.callbacks or []
+    last = {_class_name(one): one for one in given if _class_name(one) in _EXPORTS}
+    if given:
+        trainer.callbacks = [one for one in given if last.get(_class_name(one), one) is one]
 
 
 def move_exports(changes: Changes, folder: Path) -> None:
@@ -494,8 +494,9 @@ def move_exports(changes: Changes, folder: Path) -> None:
             callback.init_args.replace = True
 
 
-def place_run(trainer: Namespace, folder: Path) -> None:
+def place_run(run: Namespace, folder: Path) -> None:
     """Let a run write everything into one folder: its logs there, other outputs below it."""
+    trainer: Any = run.trainer
     trainer.default_root_dir = str(folder)
     loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
     for part in (*loggers, *(trainer.callbacks or ())):
@@ -508,7 +509,7 @@ def place_run(trainer: Namespace, folder: Path) -> None:
             # Its `version_N` is in the folder itself, not beside an export of the same name.
             options.name = ""
         if options is not None and _class_name(part) in _EXPORTS:
-            options.replace = True
+            options.replace = options.replace or run.ckpt_path == AUTO
 
 
 def use_tiny_model(changes: Changes, folder: Path, unknown: str | None = None) -> None:

@@ -122,9 +122,14 @@ def unfolded(value: Any) -> Any:
     nested: dict[str, Any] = {}
     for key, content in value.items():
         first, _, rest = str(key).partition(".")
-        inner, other = unfolded({rest: content} if rest else content), nested.get(first)
-        nested[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+        nested[first] = _merged(nested.get(first), unfolded({rest: content} if rest else content))
     return nested
+
+
+def _merged(earlier: Any, later: Any) -> Any:
+    if not (isinstance(earlier, dict) and isinstance(later, dict)):
+        return later
+    return {**earlier, **{key: _merged(earlier.get(key), value) for key, value in later.items()}}
 
 
 def read_configs(path: str, including: Sequence[str] = ()) -> list[Config]:
@@ -183,13 +188,28 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         content = get_loader("yaml")(text)
         json.dumps(content)
+        repeated = next(_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)), None)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(where, f"not a YAML file: {error.problem}{line}", "correct the line") from error
     except (yaml.YAMLError, KeyError, RecursionError, TypeError, ValueError) as error:
         # A value that JSON does not have, an alias that contains itself, or a number of too many digits.
         raise InputError(where, f"not a YAML file: {one_line(str(error), 200)}", "correct the line") from error
+    if repeated is not None:
+        what = f"has the key {repeated.value} a second time in line {repeated.start_mark.line + 1}"
+        raise InputError(where, what, "merge the two, because YAML keeps only the last")
     return content
+
+
+def _repeated_keys(node: Any) -> Iterator[yaml.Node]:
+    """The keys that equal an earlier key of their mapping."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key for key, _ in node.value]
+        names = [key.value for key in keys]
+        yield from (key for index, key in enumerate(keys) if key.value in names[:index])
+    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in child if isinstance(child, tuple) else (child,):
+            yield from _repeated_keys(part)
 
 
 CONFIG_HELP = "a YAML file of these options; several are merged from left to right"

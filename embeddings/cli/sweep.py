@@ -33,6 +33,8 @@ from embeddings.common.text import format_table
 from embeddings.figures.run_facts import metrics_path, read_curves
 
 SEED_KEY = "seed_everything"
+# Options that the sweep gives to each run.
+OWN_KEYS = ("ckpt_path", "run_dir", "run-dir")
 # Python's arguments that start the command line; -P keeps the current folder out of the import path.
 COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
 # The last columns of the CSV file of results.
@@ -118,7 +120,7 @@ class Sweep:
     """
 
     def __init__(self, path: Path, output: Path) -> None:
-        self.path, self.folder = path, output / path.stem
+        self.path, self.folder = path, output.expanduser() / path.stem
         self.file = _read(path)
         self.names = short_names(list(self.file.parameters))
         configs = self.file.configs or expand_recipe(["--recipe", str(self.file.recipe)])[1::2]
@@ -366,8 +368,12 @@ def collect(plan: Sweep, path: Path) -> None:
     def place(value: float | None) -> float:
         return math.inf if value is None or math.isnan(value) else sign * value
 
-    runs = [(run, run.result(metric) if run.status == "done" else None) for run in plan.runs()]
-    runs.sort(key=lambda pair: place(None if pair[1] is None else pair[1].value))
+    # Draws from lists may be equal: such points have one run.
+    points = plan.runs()
+    by_folder = {run.folder: run for run in reversed(points)}
+    num_runs = plan.num_points - len(points) + len(by_folder)
+    runs = [(run, run.result(metric) if run.status == "done" else None) for run in by_folder.values()]
+    runs.sort(key=lambda pair: (place(None if pair[1] is None else pair[1].value), pair[0].index))
     num_done = sum(result is not None for _, result in runs)
     if not num_done:
         raise InputError(str(plan.path), f"none of its {plan.num_points} runs is done", "run the sweep first")
@@ -378,20 +384,24 @@ def collect(plan: Sweep, path: Path) -> None:
         measured = [None] * 3 if result is None else [result.last, result.best, result.best_step]
         rows.append([run.index, *map(label, run.point.values()), *measured, run.status, str(run.folder)])
         if result is not None:
-            groups.setdefault(tuple(label(run.point[key]) for key in others), []).append(result.value)
+            groups.setdefault(tuple(_json(run.point[key]) for key in others), []).append(result.value)
     _print_table(rows)
     if SEED_KEY in plan.names and others:
         means: list[list[Any]] = [
-            [*labels, float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None, len(values)]
-            for labels, values in groups.items()
+            [*map(label, map(json.loads, point)), float(np.mean(values)), _deviation(values), len(values)]
+            for point, values in groups.items()
         ]
         means.sort(key=lambda row: place(row[-3]))
         _print_table([[*(plan.names[key] for key in others), "mean", "standard deviation", "seeds"], *means])
-    print(f"{num_done} of {plan.num_points} done, by {metric.column} ({metric.value})")
+    print(f"{num_done} of {num_runs} runs done, by {metric.column} ({metric.value})")
     require_own_output(path, ",".join(RESULT_COLUMNS))
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(rows)
     print(f"wrote {path}")
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def _print_table(rows: Sequence[Sequence[Any]]) -> None:
@@ -416,7 +426,11 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def label(value: Any) -> str:
     """A value as text; a class is shown by its name, without modules."""
     text = value if isinstance(value, str) else json.dumps(value)
-    return re.sub(r"\b(?:\w+\.)+(?=[A-Z]\w*)", "", text)
+    return re.sub(r"(?<![\w./-])(?:\w+\.)+(?=[A-Z]\w*(?![\w./-]))", "", text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _read(path: Path) -> SweepFile:
@@ -447,17 +461,22 @@ def _read(path: Path) -> SweepFile:
     if file.num_runs is not None and file.num_runs < 1:
         raise InputError(f"{path}: num_runs", f"must be >= 1, got {file.num_runs}", "leave it out for a grid")
     for key, source in parameters.items():
+        if not isinstance(key, str) or key in OWN_KEYS:
+            own = ", ".join(OWN_KEYS)
+            raise InputError(f"{path}: parameters.{key}", f"must be a config key other than {own}", "name another")
         is_range = isinstance(source, dict) and file.method != "grid"
         if not is_range and (not isinstance(source, list) or not source):
             what = f"must be a list of values, got {source!r}"
             raise InputError(f"{path}: parameters.{key}", what, "list at least one")
+        if isinstance(source, list) and len(set(map(_json, source))) < len(source):
+            raise InputError(f"{path}: parameters.{key}", "lists a value twice", "list each value once")
     return file
 
 
 def _distribution(kinds: Any, where: str, source: Any) -> Any:
     """Optuna's distribution of a list's values, as JSON, or of a range, both ends included."""
     if isinstance(source, list):
-        return kinds.CategoricalDistribution([json.dumps(value, sort_keys=True) for value in source])
+        return kinds.CategoricalDistribution(list(map(_json, source)))
     try:
         options = dict(source)
         kind = kinds.IntDistribution if options.pop("int", False) else kinds.FloatDistribution

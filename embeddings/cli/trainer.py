@@ -19,10 +19,10 @@ from embeddings.callbacks.gpu import GPUTraining
 from embeddings.callbacks.loops import resume_exactly
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
-from embeddings.callbacks.run_record import ResumedRun, RunRecord, keep_metrics, run_logger
+from embeddings.callbacks.run_record import ResumedRun, RunRecord, keep_metrics, model_checkpoints, run_logger
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import CONFIGS
-from embeddings.common import InputError, PreemptedError
+from embeddings.common import InputError, OptionError, PreemptedError
 from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown
 from embeddings.common.io import read_json_or_empty
@@ -178,10 +178,31 @@ def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, dat
             if resumed or is_auto:
                 pin_checkpoint_dir(trainer, path)
         keep_metrics(trainer, resumed)
+        if resumed is None:
+            check_new_folder(trainer, is_auto)
     record = RunRecord.of(trainer)
     if record is not None:
         record.plain_config = {**run, "ckpt_path": path}
     return path
+
+
+def check_new_folder(trainer: L.Trainer, is_auto: bool) -> None:
+    """Refuse a folder of another run, and with `auto` checkpoints where `auto` would not find them."""
+    metrics_logger = run_logger(trainer)
+    if metrics_logger is None:
+        return
+    if is_auto:
+        logs, root = metrics_logger.root_dir, Path(trainer.default_root_dir).resolve()
+        folders = [kept.dirpath or logs for kept in model_checkpoints(trainer)] or [logs]
+        if not any(Path(folder).resolve().is_relative_to(root) for folder in folders):
+            rule = f"must contain the run's checkpoints for --ckpt_path auto, but they are in {folders[0]}"
+            hint = "give --run-dir FOLDER, which holds all that the run writes"
+            raise OptionError("trainer.default_root_dir", trainer.default_root_dir, rule, hint)
+    # Without a version the folder is new, and reading `log_dir` would choose it too early.
+    is_chosen = metrics_logger._version is not None and is_first_process()
+    if not is_auto and is_chosen and (Path(metrics_logger.log_dir) / "run.json").is_file():
+        hint = "leave out the version of trainer.logger, or resume by --ckpt_path"
+        raise InputError(metrics_logger.log_dir, "is the folder of another run", hint)
 
 
 def checks_before_model(trainer: L.Trainer, data: Any, checkpoint: str | None) -> Iterator[Callable[[], None]]:

@@ -182,7 +182,7 @@ def test_a_trial_replaces_the_trial_before_and_no_model_of_a_whole_run(tmp_path,
     config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
     fit(tmp_path, config)
     before = exported(tmp_path)
-    parts, stand_in = ("--limit_data=20", "--trainer.limit_train_batches=2"), "--stand_in=tiny"
+    parts, stand_in = ("--limit_data=20", "--trainer.limit-train-batches=2"), "--stand_in=tiny"
     for option in (*parts, stand_in, stand_in):
         caplog.clear()
         with caplog.at_level("INFO", "embeddings"):

@@ -15,6 +15,7 @@ from embeddings.cli.parser import (
     read_config,
     read_configs,
     read_recipes,
+    unfolded,
 )
 from embeddings.common import InputError, UserError
 from tests.helpers.refusals import refused
@@ -44,6 +45,8 @@ def test_yaml_is_read_with_numbers_in_scientific_notation_and_dates_as_text():
         ("a: &a [*a]\n", "Circular reference"),
         ("a: !!bool x\n", "not a YAML file: 'x'"),
         ("a: !!binary aGVsbG8=\n", "not a YAML file: "),
+        ("a: 1\nb: 2\na: 3\n", "has the key a a second time in line 3; merge the two"),
+        ("- a: [{b: 1, c: {b: 2}},\n  {b: 1, b: 2}]", "has the key b a second time in line 2; merge the two"),
     ],
 )
 def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
@@ -52,6 +55,12 @@ def test_a_config_that_is_not_plain_yaml_is_refused_in_one_line(text, says):
 
 def test_a_config_may_be_text_that_is_too_long_for_a_name():
     assert read_config(f"{{data: {'x' * 5000}}}") == {"data": "x" * 5000}
+
+
+def test_dotted_keys_of_one_config_are_merged_at_every_depth():
+    dotted = {"a": {"b.c": 1, "b": {"d": [2]}}, "a.b.e.f": 3, "a.b.e.g": {"h": 4}, "a.i": 5}
+    assert unfolded(dotted) == {"a": {"b": {"c": 1, "d": [2], "e": {"f": 3, "g": {"h": 4}}}, "i": 5}}
+    assert unfolded({"a.b": 1, "a": None}) == {"a": None}
 
 
 def test_a_recipe_expands_to_its_configs_in_place():

@@ -59,6 +59,17 @@ def test_a_path_stands_for_a_source_named_after_its_file(tmp_path, monkeypatch):
     assert sources_of(monkeypatch, tmp_path, config) == expected
     later = ["--config", write_config(tmp_path, {"data": {"init_args": {"sources": str(second)}}}, "later.yaml")]
     assert sources_of(monkeypatch, tmp_path, config, *later) == expected[1:]
+    config["data"]["init_args"]["sources"] = str(first)
+    added = ["--config", write_config(tmp_path, {"data": {"sources+": [str(second)]}}, "added.yaml")]
+    assert sources_of(monkeypatch, tmp_path, config, *added) == expected
+
+
+def test_one_callback_needs_no_list(tmp_path, capsys):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = component("ExportModel", output="one")
+    words = ["fit", "--config", write_config(tmp_path, config), "--limit-data=20", "--check"]
+    assert main(words) == 0
+    assert "model directory: checkpoints/trials/one" in capsys.readouterr().out
 
 
 def test_the_help_lists_the_settings_of_a_source(capsys):
@@ -200,7 +211,7 @@ def test_clustered_batches_read_all_rows_also_inside_a_curriculum(tmp_path: Path
 
 
 def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--trainer.max_steps=7", "--data.batch_size", "5", "--model.backbone.name", str(tmp_path / "backbone"))
+    words = ("--trainer.max-steps=7", "--data.batch_size", "5", "--model.backbone.name", str(tmp_path / "backbone"))
     code, (change,) = small(tmp_path, capsys, "--stand-in=tiny", "--check", *words)
     assert code == 0
     # The stand-in has the architecture of the model on the command line.

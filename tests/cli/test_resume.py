@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings import data, losses, models, modules
 from embeddings.cli.fit import run_trainer
+from embeddings.cli.main import dispatch
 from embeddings.cli.trainer import _FREE, check_resumable, find_latest_checkpoint, first_difference, pin_checkpoint_dir
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import peek_checkpoint
@@ -154,6 +155,31 @@ def test_another_plan_of_the_data_is_refused_before_a_file_is_written(tmp_path):
     assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == before
     write_pairs(tmp_path / "pairs.jsonl")
     assert fit("--ckpt_path", "auto").global_step == 4
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_auto_is_refused_where_it_would_not_find_the_runs_checkpoints(tmp_path):
+    """A job that is queued again would start from the beginning each time."""
+    path = write_config(tmp_path, run_config(tmp_path))
+    words = ["fit", "--config", path, "--ckpt_path=auto", "--trainer.max_steps=2"]
+    apart = f"must contain the run's checkpoints for --ckpt_path auto, but they are in {tmp_path / 'run/tiny'}, got "
+    for checked in ([], ["--check"]):
+        assert apart in refused(
+            OptionError, "give --run-dir", dispatch, [*words, "--trainer.default_root_dir=job", *checked]
+        )
+    for steps in (2, 3):
+        root = ["--trainer.default_root_dir=job", "--run-dir=job", f"--trainer.max_steps={steps}"]
+        trainer = run_trainer([*words, *root]).trainer
+    assert trainer.ckpt_path.endswith("step=2.ckpt")
+
+
+def test_a_second_run_does_not_write_to_the_folder_of_the_first(tmp_path):
+    words = ["fit", "--config", write_config(tmp_path, run_config(tmp_path)), "--trainer.logger.init_args.version=one"]
+    run_trainer(words)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    says = "/one: is the folder of another run; leave out the version of trainer.logger"
+    refused(InputError, says, run_trainer, words)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 RUN: dict[str, Any] = {

@@ -137,6 +137,9 @@ UNPARSED = [
     ({"method": "bayes", "parameters": ONE}, "method: expected 'grid', .*, got bayes"),
     ({"parameters": {}}, "parameters: must map config keys"),
     ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
+    ({"parameters": {"a": [1, {"b": 2, "c": 3}, {"c": 3, "b": 2}]}}, r"parameters\.a: lists a value twice"),
+    ({"parameters": {1: [2]}}, r"parameters\.1: must be a config key other than ckpt_path, run_dir"),
+    ({"parameters": {"ckpt_path": ["a", "b"]}}, r"parameters\.ckpt_path: must be a config key other than ckpt_path"),
     ({"parameters": ONE, "num_runs": 3}, "num_runs: is for method random or tpe, which need it"),
     ({**RANDOM, "num_runs": 0, "parameters": ONE}, "num_runs: must be >= 1, got 0"),
 ]
@@ -176,6 +179,19 @@ def test_a_run_writes_only_into_its_folder_and_resumes_there(tmp_path, capsys):
     assert main([*words, "--trainer.max_steps=3"]) == 0
     record = json.loads((tmp_path / "out/point/version_0/run.json").read_text())
     assert record["resumed_from"].endswith("out/point/kept/last.ckpt")
+    # Without `auto` it is another run.
+    assert_refused(capsys, tmp_path, "must not contain a model of another run", main, words[:-1])
+
+
+def test_a_folder_below_the_home_folder_is_the_same_for_all_that_a_run_writes(sweep_file, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main(["fit", "--config", "tiny.yaml", "--run-dir=~/run", "--trainer.max_steps=2"]) == 0
+    names = {path.name for path in (tmp_path / "home/run/version_0").iterdir()}
+    assert names >= {"metrics.csv", "run.json", "config.yaml", "checkpoints"}
+    assert not Path("~").exists()
+    plan = Sweep(Path(sweep_file({"seed_everything": [1]})), Path("~/sweeps"))
+    assert plan.run(0).folder.parent == tmp_path / "home/sweeps/tried"
 
 
 def test_with_an_index_the_command_becomes_the_fit_of_that_point(sweep_file, faked, monkeypatch, capsys):
@@ -271,6 +287,29 @@ def test_results_are_a_table_from_best_to_worst_the_means_over_seeds_and_a_csv_f
     other = sweep_file({"a": [2, 1], "seed_everything": [0, 2]}, metric={"column": "val/x"})
     assert main(["sweep", other, "--results", "mine.csv"]) == 2
     assert "has not logged 'val/x'; it must be one of train/loss" in capsys.readouterr().err
+
+
+def test_means_are_over_the_seeds_of_equal_values_also_if_their_names_end_alike(sweep_file, faked, capsys):
+    file = sweep_file({"b": ["old/x.Part.jsonl", "new/x.Part.jsonl", "k.Kind", "l.Kind"], "seed_everything": [0, 1]})
+    assert main(["sweep", file]) == 0
+    capsys.readouterr()
+    assert main(["sweep", file, "--results", "true"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    kinds = ["old/x.Part.jsonl", "new/x.Part.jsonl", "Kind", "Kind"]
+    assert lines[11:15] == [[kind, "0.05", "0.07071", "2"] for kind in kinds]
+
+
+def test_equal_points_of_random_draws_are_one_result(sweep_file, faked, capsys):
+    pytest.importorskip("optuna")
+    file = sweep_file({"a": [1, 2], "seed_everything": [0]}, method="random", num_runs=6)
+    assert main(["sweep", file]) == 0
+    assert len(faked()) == 2
+    capsys.readouterr()
+    assert main(["sweep", file, "--results", "true"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines[1:3]] == ["1", "2"]
+    assert lines[5:7] == [["1", "1", "-", "1"], ["2", "2", "-", "1"]]
+    assert " ".join(lines[8]).startswith("2 of 2 runs done")
 
 
 def test_runs_without_a_finite_value_are_the_last_results(sweep_file, faked, capsys):
