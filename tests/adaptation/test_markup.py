@@ -335,5 +335,9 @@ def test_cells_and_numbers_of_pages_keep_their_places():
     assert parts(read_html(nested)) == [("", "key | some\n  - one\n  - two\nmore | last\na | b")]
     code = "<table><tr><td>key<td><pre>x\n  y</pre><td>last</table>"
     assert parts(read_html(code)) == [("", "key\n  x\n    y\n | last")]
-    layout = "<table><tr><td><h2>Head</h2>text<td>more</table><p>after"
-    assert parts(read_html(layout)) == [("Head", "text"), ("Head", "more"), ("Head", "after")]
+    stray = "<table><tr><td><li>one</li></td><td>last</td></tr></table><ul><li>two</ul>"
+    assert parts(read_html(stray)) == [("", "- one\n | last"), ("", "- two")]
+    layout = "<table><tr><td><h2>Head</h2>text<td>more<td>rest</table><p>after"
+    assert parts(read_html(layout)) == [("Head", text) for text in ("text", "more", "rest", "after")]
+    inner = "<table><tr><td><table><tr><td><h2>Head</h2>text</table></table><p>after"
+    assert parts(read_html(inner)) == [("Head", "text"), ("Head", "after")]

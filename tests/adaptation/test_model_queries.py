@@ -358,12 +358,14 @@ def test_a_strong_model_thinks_up_kinds_of_search_and_writes_a_query_of_one_for_
         assert all("stop" not in body and body["max_tokens"] == 2_048 for body in lists)
         prompts = [body["messages"][0]["content"] for body in requests]
         assert all(len(body["messages"]) == 1 and body["stop"] == ["\n"] for body in requests)
+        assert {body["max_tokens"] for body in requests} == {64}
         kinds = [re.search(r"^Kind of search: (.+)$", prompt, re.MULTILINE)[1] for prompt in prompts]
         # Four different of each list, and that which all have.
         assert 15 <= len({*kinds}) <= 21
         assert any(kind.startswith("Given a machine") for kind in kinds)
         drawn = [re.search(r"is (.+), has (.+), is (.+), and takes (.+) education", each).groups() for each in prompts]
         assert [len({*values}) for values in zip(*drawn, strict=True)] == [3, 3, 3, 3]
+        assert len({*drawn}) > 20
         assert "m: 60 passages asked about by 21 kinds of search, " in report.notes[-1]
         announced = [message for message in caplog.messages if "requests, some" in message]
         assert [line.partition(",")[0] for line in announced] == ["m: 5 requests", "m: 60 requests"]
@@ -382,6 +384,10 @@ def test_lists_of_kinds_that_cannot_be_used_are_left_out_and_none_is_an_error(pa
     with chat_server(behaviour) as server:
         report = ask(server, passages, tmp_path / "out", max_requests=20, form="tasks")
         assert "by 9 kinds of search" in report.notes[-1]
+        # Few requests do not make the lists shorter.
+        assert [prompt.count("Passage: ") for prompt in lists] == [10] * 5
+        # The other form makes other queries.
+        assert not ask(server, passages, tmp_path / "out", max_requests=20).reused
         num_bad = 10
         message = refused(
             InputError, "m: all 5 answers are unusable", ask, server, passages, tmp_path / "none", form="tasks"
