@@ -293,7 +293,7 @@ class _Page:
     def _end_lines(self) -> None:
         self._end_row()
         self._builder.add("lines", "\n".join(self._lines), self._line_links)
-        self._lists, self._lines, self._line_links = [], [], []
+        self._lists, self._lines, self._line_links, self._open_cells = [], [], [], []
 
 
 def read_python(source: str, name: str) -> Document:

@@ -339,5 +339,5 @@ def test_cells_and_numbers_of_pages_keep_their_places():
     assert parts(read_html(stray)) == [("", "- one\n | last"), ("", "- two")]
     layout = "<table><tr><td><h2>Head</h2>text<td>more<td>rest</table><p>after"
     assert parts(read_html(layout)) == [("Head", text) for text in ("text", "more", "rest", "after")]
-    inner = "<table><tr><td><table><tr><td><h2>Head</h2>text</table></table><p>after"
-    assert parts(read_html(inner)) == [("Head", "text"), ("Head", "after")]
+    inner = "<table><tr><td><table><tr><td><h2>Head</h2>text<td>more</table>rest<td>last</table><ul><li>one</ul>"
+    assert parts(read_html(inner)) == [("Head", text) for text in ("text", "more", "rest", "last", "- one")]
