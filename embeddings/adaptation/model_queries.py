@@ -1,10 +1,10 @@
 """Queries that a language model writes for passages: one line a request, after examples or for a kind of search."""
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
 from embeddings.common.text import printable, shorten
 from embeddings.synthesis.client import ChatClient, Limits, Request, Sampling, check_endpoint, find_model, make_request
-from embeddings.synthesis.generate import Job, open_job
+from embeddings.synthesis.generate import open_job
 from embeddings.synthesis.prompts import NV_EMBED
 from embeddings.synthesis.runner import described, unusable_error
-from embeddings.synthesis.validate import Answer, RejectedAnswer, normalised, parse_answer, read_tasks
+from embeddings.synthesis.validate import Answer, RejectedAnswer, normalised, read_tasks
 
 Form = Literal["line", "tasks"]
 KIND = "model"
@@ -89,8 +89,12 @@ class QueryModel:
     @property
     def fields(self) -> dict[str, Any]:
         """What determines the queries, for a manifest. The address may contain a password."""
-        fields = {"endpoint": text_hash(self.endpoint), "model": self.model, "max_requests": self.max_requests}
-        return {**fields, "form": self.form}
+        return {
+            "endpoint": text_hash(self.endpoint),
+            "model": self.model,
+            "max_requests": self.max_requests,
+            "form": self.form,
+        }
 
     def found(self) -> "QueryModel":
         """The same with the model's name; an `InputError` if nothing answers at the endpoint."""
@@ -117,45 +121,44 @@ def written_queries(
     max_tokens = _TASK_QUERY_TOKENS if has_tasks else MAX_ANSWER_TOKENS
     sampling = Sampling(model.model, TEMPERATURE, max_tokens, extra_body={"stop": ["\n"]}, stream=model.stream)
     folder = answer_folder(output, sampling)
-    hint = f"name a stronger model, or leave out --endpoint (the answers are in {folder.parent})"
     passages = _chosen(path, is_held_out, max(model.max_requests, _NUM_LISTS * _LIST_PASSAGES), seed)
-    tasks, num_tokens = _brainstormed(passages, output, model, hint, seed) if has_tasks else ([], 0)
+    tasks, num_tokens = _brainstormed(passages, output, model, seed) if has_tasks else ([], 0)
     passages, examples = passages[: model.max_requests], Examples(() if has_tasks else offered, seed)
     requests = [_request(each, examples, tasks, statistics, seed) for each in passages]
-    candidates, causes, shown = list[Candidate](), list[str](), list[str]()
-    with _opened(folder, model, sampling, hint) as job:
-        job.runner.announce(requests)
-        job.runner.run(lambda: enumerate(requests), len(requests), "queries")
-        num_tokens += job.runner.journal.num_tokens(request.key for request in requests)
-        for request in requests:
-            answer = job.runner.journal.get(request.key)
-            assert answer is not None
-            try:
-                candidate = request.read(request.parse(answer))
-                assert isinstance(candidate, Candidate)
-                candidates.append(candidate)
-            except RejectedAnswer as error:
-                causes.append(error.cause)
-                shown.append(described(error.cause, answer.content or error.detail))
-        if causes and not candidates:
-            raise unusable_error(sampling, f"all {len(causes)}", shown, hint)
+    candidates, causes, more_tokens = _answered(folder, model, sampling, requests, "queries")
+    num_tokens += more_tokens
     kinds = f" by {len(tasks)} kinds of search" if has_tasks else ""
     asked = f"{sampling.model}: {len(requests)} passages asked about{kinds}, {num_tokens} tokens"
     note = f"{asked}; the answers are in {folder.parent.name}, and its queries are for training only"
     return candidates, causes, note
 
 
-@contextmanager
-def _opened(folder: Path, model: QueryModel, sampling: Sampling, hint: str) -> Iterator[Job]:
+def _answered(
+    folder: Path, model: QueryModel, sampling: Sampling, requests: Sequence[Request], title: str
+) -> tuple[list[Any], list[str], int]:
+    """What usable answers say, why others are rejected, and the tokens of all; an `InputError` if all are unusable."""
+    found, causes, shown = list[Any](), list[str](), list[str]()
     client = ChatClient(model.endpoint, sampling, Limits(max_attempts=1))
     with open_job(folder, {"kind": "model queries"}, {}, client) as job:
+        hint = f"name a stronger model, or leave out --endpoint (the answers are in {folder})"
         job.runner.hint = hint
-        yield job
+        job.runner.run(lambda: enumerate(requests), len(requests), title)
+        answers = [job.runner.journal.get(request.key) for request in requests]
+    num_tokens = 0
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer is not None
+        num_tokens += (answer.prompt_tokens or 0) + (answer.completion_tokens or 0)
+        try:
+            found.append(request.read(request.parse(answer)))
+        except RejectedAnswer as error:
+            causes.append(error.cause)
+            shown.append(described(error.cause, answer.content or error.detail))
+    if causes and not found:
+        raise unusable_error(sampling, f"all {len(causes)}", shown, hint)
+    return found, causes, num_tokens
 
 
-def _brainstormed(
-    passages: Sequence[Passage], output: Path, model: QueryModel, hint: str, seed: int
-) -> tuple[list[str], int]:
+def _brainstormed(passages: Sequence[Passage], output: Path, model: QueryModel, seed: int) -> tuple[list[str], int]:
     """The different kinds of search that a model thinks up for lists of passages, and the tokens that they took."""
     assert model.model is not None
     sampling = Sampling(model.model, 1.0, _LIST_TOKENS, stream=model.stream)
@@ -165,21 +168,11 @@ def _brainstormed(
             texts = (shorten(f"{each.title}\n{each.text}", _EXAMPLE_CHARACTERS) for each in own)
             prompt = "\n\n".join([*(f"Passage: {text}" for text in texts), instruction])
             requests.append(make_request(f"tasks/{number}", prompt, seed, read_tasks, wants_object=False))
-    tasks, problems = dict[str, str](), list[str]()
-    with _opened(answer_folder(output, sampling), model, sampling, hint) as job:
-        job.runner.announce(requests)
-        job.runner.run(lambda: enumerate(requests), len(requests), "kinds of search")
-        for request in requests:
-            answer = job.runner.journal.get(request.key)
-            assert answer is not None
-            try:
-                for task in read_tasks(parse_answer(answer)):
-                    tasks.setdefault(normalised(task), task)
-            except RejectedAnswer as error:
-                problems.append(described(error.cause, answer.content or error.detail))
-        if problems and not tasks:
-            raise unusable_error(sampling, f"all {len(problems)}", problems, hint)
-        return [*tasks.values()], job.runner.journal.num_tokens(request.key for request in requests)
+    lists, _, num_tokens = _answered(answer_folder(output, sampling), model, sampling, requests, "kinds of search")
+    tasks = dict[str, str]()
+    for task in chain.from_iterable(lists):
+        tasks.setdefault(normalised(task), task)
+    return [*tasks.values()], num_tokens
 
 
 def answer_folder(output: Path, sampling: Sampling) -> Path:

@@ -482,8 +482,7 @@ def keep_last_exports(trainer: Namespace) -> None:
     """Drop an `ExportModel` or `ExportLanguageModel` before another one: a later config chooses the folder."""
     given = [trainer.callbacks] if isinstance(trainer.callbacks, Namespace) else trainer.callbacks or []
     last = {_class_name(one): one for one in given if _class_name(one) in _EXPORTS}
-    if given:
-        trainer.callbacks = [one for one in given if last.get(_class_name(one), one) is one]
+    trainer.callbacks = [one for one in given if last.get(_class_name(one), one) is one] or trainer.callbacks
 
 
 def move_exports(changes: Changes, folder: Path) -> None:

@@ -72,9 +72,14 @@ class Pooling(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
-        """One vector per text, (N, H), float32 (float64 for float64 states), from the last layer's states.
+        """One vector per text.
 
-        Texts are padded on the right; the mask is True where a token enters the pooling.
+        Args:
+            hidden_NLH: States of the last layer, (N, L, H) float, padded on the right.
+            pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
+
+        Returns:
+            Vectors, (N, H), float32 (float64 for float64 states).
         """
         raise NotImplementedError
 

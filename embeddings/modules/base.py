@@ -286,10 +286,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
         if precision.endswith("16-true") and scalars:
             raise OptionError("trainer.precision", precision, f"rounds updates of {scalars[0]} away", "set bf16-mixed")
         # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.
-        half = {str(weight.dtype).removeprefix("torch.") for weight in self.parameters() if weight.requires_grad}
-        half &= {"bfloat16", "float16"}
+        trained = {str(weight.dtype).removeprefix("torch.") for weight in self.parameters() if weight.requires_grad}
         keeps_copy = training_strategy(strategy).keeps_float32_weights and precision != "32-true"
-        if half and not keeps_copy and not precision.endswith("16-true"):
+        if (half := trained & {"bfloat16", "float16"}) and not keeps_copy and not precision.endswith("16-true"):
             rule = "loses most updates of trained weights by rounding"
             fix = "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in bfloat16 anyway"
             raise OptionError("model.backbone.dtype", half.pop(), rule, fix)

@@ -199,8 +199,6 @@ class Job:
         """
         if (finished := self.finished_report()) is not None:
             return finished
-        max_attempts = self.runner.client.limits.max_attempts
-        self.runner.announce(item.request(seed, 0, max_attempts) for item in items())
         outcome = ask_items(items, total, self.runner, seed)
         self.rejections += outcome.rejections
         if total and not outcome.records and not self.runner.exhausted:

@@ -121,11 +121,6 @@ class Journal:
         self._tokens[path] += prompt + completion
         self.num_answers += answer.refused is None
 
-    def num_tokens(self, keys: Iterable[str]) -> int:
-        """The tokens of the prompts and answers of some requests."""
-        answers = filter(None, map(self.get, keys))
-        return sum((answer.prompt_tokens or 0) + (answer.completion_tokens or 0) for answer in answers)
-
     def tokens_left(self, budget: int) -> int:
         """The tokens that this process may spend: all, or an equal share of what is not spent outside its array."""
         if self._task.count == 1:
@@ -253,7 +248,7 @@ class RequestRunner:
     def exhausted(self) -> bool:
         return self.num_tokens_needed > 0
 
-    def announce(self, requests: Iterable[Request]) -> None:
+    def _announce(self, requests: Iterable[Request]) -> None:
         """Say what the requests without an answer may cost, before the first is sent."""
         sizes = [request.num_bytes for request in requests if self.journal.get(request.key) is None]
         if sizes:
@@ -270,6 +265,7 @@ class RequestRunner:
         """
         count = self.task.count
         shares = [(self.task.index + step) % count for step in range(count)]
+        self._announce(request for _, request in requests())
         with progress_bar(total, title, "answer") as bar:
             for wait in (False, True):
                 shares = [share for share in shares if not self._run_share(requests, share, title, bar, wait)]
