@@ -194,8 +194,8 @@ def faults(case: Case, code: int, errors: str, place: Place, before: dict[str, s
     found = []
     if code != case.code:
         found.append(f"exit code {code}, expected {case.code}")
-    # The scores of each data set are printed as they are known.
-    lines = [line for line in errors.removesuffix("\n").split("\n") if not line.startswith("eval: ")]
+    # The scores of each data set are printed as they are known, the cost of requests before the first is sent.
+    lines = [line for line in errors.removesuffix("\n").split("\n") if not re.match(r"eval: |m: \d+ requests, ", line)]
     if len(lines) != 1:
         found.append(f"{len(lines)} lines on standard error")
     line = lines[-1].replace(f"{place.folder}/", "").replace(f"{place.world.root}/", "")
