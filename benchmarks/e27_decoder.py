@@ -49,6 +49,7 @@ THREE_SEEDS = (
     f"{LAST}, 10,200 pairs{FAST}",
     *_STAGES,
     *(f"{name}, 3,840 pairs{FAST}" for name in (WHOLE, "causal, mean")),
+    *(f"{steps} steps of MNTP, mask removed, latent{FAST}" for steps in (50, 500)),
     *(f"{name}{FAST}" for name in (*MAIN, *_STAGES, "two stages, in-batch negatives in both")),
 )
 MORE = {
