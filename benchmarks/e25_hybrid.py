@@ -3,7 +3,7 @@
 Each gain is the difference between a fusion and the dense search, with its 95 % bootstrap interval over the queries.
 Of files of pairs, 2,000 random pairs are used; the corpus is all of their different answers.
 Each corpus is encoded once, with at most 256 tokens per text, in the default precision. On xquad, BM25 is also scored
-with the English rules and with those of each language.
+with its rules for any language and with those of each language.
 """
 
 from argparse import Namespace
@@ -21,7 +21,7 @@ from benchmarks.workloads import data_folder, read_json_lines
 from embeddings.evaluation import Qrels, RetrievalFolder, paired_bootstrap, read_retrieval_folder
 from embeddings.evaluation.folders import find_evaluation_folders, query_ndcg
 from embeddings.inference import BM25, Encoder, FusionRule, TopK, search_top_k
-from embeddings.inference.bm25 import tokenizer
+from embeddings.inference.bm25 import ANY_LANGUAGE, tokenizer
 from embeddings.inference.hybrid import fused_top_k
 
 SETS = ("cranfield", "cisi", "vaswani_npl", "codebase_chunks", "se_answers_pairs", "medquad_pairs")
@@ -109,10 +109,10 @@ def score_languages(chosen: Namespace) -> None:
     """Score BM25 on each language of xquad with two rules of tokens."""
     for code, language in LANGUAGES.items():
         folder = read_retrieval_folder(data_folder() / "xquad" / code)
-        for rules in ("english", language):
+        for rules in (ANY_LANGUAGE, language):
             words = BM25(folder.documents, tokenizer(rules))
             row_QK, _ = words.search(folder.queries, TOP_K, folder.tie_order_N)
-            title = "English rules" if rules == "english" else "rules of the language"
+            title = "rules for any language" if rules == ANY_LANGUAGE else "rules of the language"
             value = float(query_ndcg(row_QK, folder.qrels).mean())
             record(chosen, f"E25 BM25 on xquad/{code} ({language}), {title}", value, "score", "none", "scipy")
 

@@ -19,7 +19,7 @@ from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 from embeddings.data.documented_functions import first_sentence
 from embeddings.data.readers import blocks_of, open_reader
-from embeddings.inference.bm25 import BM25, neutral_tokens
+from embeddings.inference.bm25 import BM25, word_tokens
 from embeddings.inference.vector_folder import identifier_field, text_field
 
 _FIELDS = ("_id", "id", "title", "text", "file", "document", "position", "links")
@@ -223,7 +223,7 @@ class WordStatistics:
 
     def __init__(self, sample: Sequence[tuple[str, str]]) -> None:
         self._row = {identifier: row for row, (identifier, _) in enumerate(sample)}
-        self._index = BM25((text for _, text in sample), neutral_tokens)
+        self._index = BM25((text for _, text in sample), word_tokens)
         self.idf = lru_cache(1 << 20)(self._index.idf)
 
     def share(self, query: Iterable[str], tokens: Iterable[str]) -> float:
@@ -246,7 +246,7 @@ class WordStatistics:
             block = candidates[start : start + step]
             score_CN = self._index.scores([each.query for each in block])
             for row, (each, score_N) in enumerate(zip(block, score_CN, strict=True), start):
-                own = self.score(neutral_tokens(each.query), neutral_tokens(each.positive))
+                own = self.score(word_tokens(each.query), word_tokens(each.positive))
                 if each.passage in self._row:
                     score_N[self._row[each.passage]] = 0
                 rank_C[row] = (score_N > own).sum()
@@ -268,14 +268,14 @@ class WordStatistics:
             return "unfinished"
         if num_words(candidate.text) < LEAST_REST:
             return "little other text"
-        tokens, rest = neutral_tokens(query), neutral_tokens(candidate.positive)
+        tokens, rest = word_tokens(query), word_tokens(candidate.positive)
         if kind in ("heading", "anchor") or candidate.heading:
             first = next(iter(sentences(candidate.text)), None)
             opening = candidate.text[: first.stop if first else 200]
-            if self.share(tokens, neutral_tokens(opening)) > _REPEATS:
+            if self.share(tokens, word_tokens(opening)) > _REPEATS:
                 return "repeated by the first sentence"
         elif kind != "docstring":
-            title = neutral_tokens(passage.title)
+            title = word_tokens(passage.title)
             if title and max(self.share(tokens, title), self.share(title, tokens)) > _REPEATS:
                 return "repeats the title"
         share = self.share(tokens, rest)

@@ -36,7 +36,7 @@ from embeddings.common.random import derive_seed
 from embeddings.data.docstrings import finished_manifest, write_retrieval_folder
 from embeddings.data.near_duplicates import NearDuplicates
 from embeddings.data.store import StoredRow
-from embeddings.inference.bm25 import neutral_tokens
+from embeddings.inference.bm25 import word_tokens
 from embeddings.mining.duplicates import KEPT, Decontaminator, EvaluationTexts
 
 KIND = "queries"
@@ -457,7 +457,7 @@ def _linked(passage: Passage, is_start: bool, survey: _Survey, targets: set[str]
                 # A file of the written name is meant before one of this name in the folder of the link.
                 is_other = file != passage.file and file in survey.files
                 if not is_other and survey.is_held_out(source) == survey.is_held_out(passage.document):
-                    repeats = survey.words.share(neutral_tokens(text), neutral_tokens(passage.title)) > 0.7
+                    repeats = survey.words.share(word_tokens(text), word_tokens(passage.title)) > 0.7
                     heading = heading_of(passage.title) if repeats else ""
                     found.append(passage.candidate(text, "anchor", heading=heading))
     return found

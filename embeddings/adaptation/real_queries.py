@@ -14,7 +14,7 @@ from embeddings.common.io import lists_of, write_json_lines
 from embeddings.common.text import canonical
 from embeddings.data.readers import Block, JsonlReader, LineReader, Reader, Row, open_reader
 from embeddings.evaluation.folders import read_retrieval_folder
-from embeddings.inference.bm25 import neutral_tokens
+from embeddings.inference.bm25 import word_tokens
 
 # The kind of a query that a person wrote, and that names none.
 REAL = "real"
@@ -185,7 +185,7 @@ class Judgements:
         """Find the passages that contain the answers of missing judgements, or that the answers contain."""
         from sklearn.feature_extraction.text import CountVectorizer  # slow to import
 
-        known = ((label, {*neutral_tokens(label.answer)}) for label in self.missing if label.grade > 0)
+        known = ((label, {*word_tokens(label.answer)}) for label in self.missing if label.grade > 0)
         answers = [(label, words) for label, words in known if len(words) >= _LEAST_ANSWER][:MAX_ANSWERS]
         if not answers:
             return
@@ -193,7 +193,7 @@ class Judgements:
         matrix_AV = vectorizer.fit_transform(words for _, words in answers)
         length_A = np.array([len(words) for _, words in answers])
         for block in lists_of(read_passages(path, "finding answers in"), _BLOCK_PASSAGES):
-            words_of = [{*neutral_tokens(f"{passage.title} {passage.text}")} for passage in block]
+            words_of = [{*word_tokens(f"{passage.title} {passage.text}")} for passage in block]
             length_P = np.array([len(words) for words in words_of])
             shared_AP = (matrix_AV @ vectorizer.transform(words_of).T).tocoo()
             answer_K, passage_K = shared_AP.coords

@@ -37,7 +37,7 @@ from embeddings.evaluation.bootstrap import bootstrap
 from embeddings.evaluation.hybrid import TunedWeight, tune_weight
 from embeddings.evaluation.runner import CUTOFFS
 from embeddings.inference import BM25, Encoder, FusionRule, Precision
-from embeddings.inference.bm25 import ENGLISH, Tokenize, tokenizer
+from embeddings.inference.bm25 import ANY_LANGUAGE, Tokenize, tokenizer
 from embeddings.models.model_files import resolve_model
 
 BM25_ALONE, START, HYBRID, WHITENED, TRAINED = "BM25", "start", "hybrid", "whitened", "trained"
@@ -166,7 +166,7 @@ def compare(
     vectors: Path,
     *,
     general: Sequence[str | PathLike[str]] = (),
-    language: str = ENGLISH,
+    language: str = ANY_LANGUAGE,
     weight: float | None = None,
     validation: str | PathLike[str] | None = None,
     precision: Precision = "auto",
@@ -237,7 +237,7 @@ def rank_queries(
     queries: Mapping[str, str],
     vectors: Path,
     *,
-    language: str = ENGLISH,
+    language: str = ANY_LANGUAGE,
 ) -> dict[str, Rows]:
     """The rows of the ten first documents of each variant for queries without judgments, such as a log, (Q, 10).
 

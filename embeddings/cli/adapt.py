@@ -34,7 +34,7 @@ from embeddings.common.io import (
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.data.records import NUM_LEVELS
 from embeddings.inference import Encoder
-from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.inference.bm25 import ANY_LANGUAGE, tokenizer
 from embeddings.inference.hybrid import WEIGHT, WORDS_FOLDER
 from embeddings.models import Embedder
 from embeddings.models.directory import require_modules
@@ -59,7 +59,7 @@ def adapt(
     columns: dict[str, str] | None = None,
     training: Path | None = None,
     general: Path | list[Path] | None = None,
-    language: str = ENGLISH,
+    language: str = ANY_LANGUAGE,
     hold_out_judged: bool = True,
     training_share: float | None = None,
     minutes: float = 30.0,
@@ -88,7 +88,7 @@ def adapt(
             learning rate of 3e-5.
         general: Data of other domains, on which forgetting is measured (see `compare`); default a search of functions
             of installed packages, and `[]` for none.
-        language: Language of the documents for BM25, as PyStemmer names it, or `none` for words without stemming.
+        language: Language of the documents for BM25: any, one that PyStemmer stems, or none (words as they are).
         hold_out_judged: Whether documents with relevant passages of real queries are not trained on (see `queries`).
         training_share: Share of the judged real queries that are trained on; default 0.5 if 500 are judged, else 0 (see
             `queries`).

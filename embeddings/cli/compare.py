@@ -26,7 +26,7 @@ from embeddings.common.process import tune_malloc
 from embeddings.common.text import format_table
 from embeddings.figures.run_facts import LOSS, read_curves
 from embeddings.inference import Precision
-from embeddings.inference.bm25 import ENGLISH
+from embeddings.inference.bm25 import ANY_LANGUAGE
 from embeddings.models.model_card import shown_name
 
 VERDICT = {"kind": "verdict"}
@@ -42,7 +42,7 @@ def compare(
     output: Path,
     trained: str | list[str] | None = None,
     general: Path | list[Path] | None = None,
-    language: str = ENGLISH,
+    language: str = ANY_LANGUAGE,
     hybrid_weight: float | Literal["tune"] | None = None,
     validation: Path | None = None,
     run: Path | None = None,
@@ -64,7 +64,7 @@ def compare(
         trained: A model that was trained from it; several as `[MODEL, MODEL]`, the simplest first.
         general: Data of other domains, on which forgetting is measured: folders of retrieval data, or of sentence pairs
             with scores; several as `[FOLDER, FOLDER]`.
-        language: Language of the texts for BM25, as PyStemmer names it, or `none` for words without stemming.
+        language: Language of the texts for BM25: any, one that PyStemmer stems, or none (words as they are).
         hybrid_weight: Weight of BM25 in hybrid search, from 0 to 1; default 0.2. `tune` chooses it for each model on
             the queries of `validation`.
         validation: A retrieval folder with other queries than those of the test, for `tune`.

@@ -35,7 +35,7 @@ from embeddings.inference import (
     open_words,
     parse_devices,
 )
-from embeddings.inference.bm25 import ENGLISH, tokenizer
+from embeddings.inference.bm25 import ANY_LANGUAGE, tokenizer
 from embeddings.inference.hybrid import WEIGHT, WORDS_FOLDER
 from embeddings.inference.search import require_multiplier, require_top_k
 from embeddings.inference.vector_folder import bytes_per_vector
@@ -79,8 +79,8 @@ class HybridOptions:
             the folder's BM25 index. `tune` chooses it on the queries of `evaluate`.
         fusion: `zscore` standardises both scores over the corpus, `minmax` scales those of the best documents of each
             list, `rrf` adds reciprocal ranks. Default `zscore`, or `minmax` with an index or binary vectors.
-        language: Language of the texts, as PyStemmer names it, or `none` for words without stemming; default `english`,
-            or that of the folder's BM25 index.
+        language: Language of the texts: any, one that PyStemmer stems, or none (words as they are); default that of the
+            folder's BM25 index, or any.
     """
 
     hybrid: bool = False
@@ -102,7 +102,7 @@ class HybridOptions:
 
     @property
     def chosen_language(self) -> str:
-        return ENGLISH if self.language is None else self.language
+        return ANY_LANGUAGE if self.language is None else self.language
 
 
 def encode(
@@ -302,7 +302,7 @@ def index(
         num_probes: Number of lists to search for each query; default 32, or 48 of more than 4,096.
         seed: Random seed of the sample on which the lists are trained; default 0.
         hybrid: Whether to build the BM25 index of the documents' words instead of inverted lists.
-        language: Language of the words, as PyStemmer names it, or `none` for words without stemming; default `english`.
+        language: Language of the words: any (the default), one that PyStemmer stems, or none (words as they are).
         hybrid_weight: Weight of BM25 in searches of the folder that name none; default 0.2. `tune` chooses it by the
             nDCG@10 of the queries of `data`.
         model: The model of the vectors, for `tune`.
@@ -316,7 +316,7 @@ def index(
     if hybrid:
         of_lists = {"num_lists": num_lists, "num_probes": num_probes, "seed": seed}
         refuse_given(of_lists, "has no effect on a BM25 index", "leave it out, or build the lists without --hybrid")
-        language = ENGLISH if language is None else language
+        language = ANY_LANGUAGE if language is None else language
         tokenizer(language)
         folder = VectorFolder.open(vectors)
         words, weight = None, None if hybrid_weight == TUNE else hybrid_weight
@@ -330,7 +330,7 @@ def index(
             weight = tuned.rule.weight
             print(tuned)
         words = index_words(folder, language, weight, words)
-        size = f"{words.num_texts} documents, {words.num_tokens} tokens of {language}"
+        size = f"{words.num_texts} documents, {words.num_tokens} tokens (language: {language})"
         print(f"wrote {folder.path / WORDS_FOLDER}: {size}")
         return
     refuse_given({"language": language, "hybrid_weight": hybrid_weight}, "needs --hybrid", "add it, or leave this out")

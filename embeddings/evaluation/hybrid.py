@@ -26,7 +26,7 @@ from embeddings.evaluation.runner import (
     copied_tiles,
     folder_context,
 )
-from embeddings.inference.bm25 import BM25, ENGLISH, tokenizer
+from embeddings.inference.bm25 import ANY_LANGUAGE, BM25, tokenizer
 from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, Vectors, check_widths
 from embeddings.inference.hybrid import WEIGHT, FusionRule, fused_top_k
@@ -141,7 +141,7 @@ def evaluate_hybrid(
     encoder: Encoder,
     roots: Iterable[str | PathLike[str]],
     rule: FusionRule | None = None,
-    language: str = ENGLISH,
+    language: str = ANY_LANGUAGE,
     *,
     prompt_name: str | None = None,
     context_size: int | None = None,

@@ -34,13 +34,13 @@ _STOP_WORDS = frozenset((
     "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
 ))
 # fmt: on
-_WORD = re.compile(r"\w+")
+_ASCII_WORD = re.compile(r"\w+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _STEMMER = Stemmer.Stemmer("porter")
 _MAX_SCORES = 1 << 24
 # Texts whose weights are computed at a time, and tokens that are counted at a time.
 _WEIGHED_TEXTS, _COUNTED_TOKENS = 1 << 14, 1 << 22
-# Longer words outside ASCII are compared by their first letters, which most inflections leave, if no language is known.
+# Longer words outside ASCII are compared by their first letters, which most inflections leave, in any language.
 _STEM_LENGTH = 5
 # Words whose tokens are cached, some 20 MB.
 _CACHED_WORDS = 1 << 16
@@ -49,19 +49,27 @@ _ARRAYS, _VOCABULARY = ("data", "indices", "indptr"), "vocabulary.json"
 
 
 def word_tokens(text: str) -> list[str]:
-    """Lower-case stems of a text without stop words, split at identifiers' parts, which come first.
+    """The tokens of a text in any language.
+
+    Words in ASCII are lower-case stems without English stop words, split at identifiers' parts, which come first. Other
+    words are their first five letters. Where a script has no spaces between words, tokens are pairs of adjacent
+    characters.
 
     nDCG@10 on held-out packages of the docstring corpus is 0.278 for full words, 0.497 with identifiers split, 0.547
     without stop words, 0.576 with stems, and 0.573 with full identifiers too, which raises held-out functions of the
     training packages from 0.766 to 0.779.
     """
-    return list(chain.from_iterable(map(_stems, _WORD.findall(canonical(text)))))
+    text = canonical(text)
+    words = _ASCII_WORD if text.isascii() else _words_of_any_script()
+    return list(chain.from_iterable(map(_word_tokens, words.findall(text))))
 
 
 @lru_cache(_CACHED_WORDS)
-def _stems(word: str) -> list[str]:
+def _word_tokens(word: str) -> list[str]:
     """The tokens of a word, in a list that no caller changes."""
-    parts = _PART.findall(word) if word.isascii() else [part for part in word.split("_") if part]
+    if not word.isascii():
+        return [token[:_STEM_LENGTH] for token in tokenizer(NO_LANGUAGE)(word)]
+    parts = _PART.findall(word)
     tokens = [part.lower() for part in parts]
     if len(parts) > 1:
         tokens.append(word.lower())
@@ -69,7 +77,7 @@ def _stems(word: str) -> list[str]:
     return [_STEMMER.stemWord(token) if len(token) > 2 else token for token in kept]
 
 
-ENGLISH, NO_LANGUAGE = "english", "none"
+ANY_LANGUAGE, NO_LANGUAGE = "any", "none"
 # Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese.
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -78,18 +86,19 @@ _UNSPACED_RUN = re.compile(f"([{UNSPACED}]+)")
 
 
 @cache
-def tokenizer(language: str = ENGLISH) -> Tokenize:
-    """The function that splits texts of a language into tokens: for `english`, `word_tokens`.
+def tokenizer(language: str = ANY_LANGUAGE) -> Tokenize:
+    """The function that splits texts of a language into tokens: for `any` and `english`, `word_tokens`.
 
     For another language of PyStemmer, tokens are the stems of lower-case words; for `none`, the words as they are. A
     word is a sequence of letters, digits and marks of any script. Where a script has no spaces between words, tokens
     are pairs of adjacent characters.
     """
-    if language == ENGLISH:
+    if language in (ANY_LANGUAGE, "english"):
         return word_tokens
     if language != NO_LANGUAGE and language not in Stemmer.algorithms():
-        known = ", ".join([NO_LANGUAGE, *Stemmer.algorithms()])
-        raise OptionError("language", language, "must be a language that PyStemmer stems, or none", f"known: {known}")
+        known = ", ".join([ANY_LANGUAGE, NO_LANGUAGE, *Stemmer.algorithms()])
+        rule = "must be any, none or a language that PyStemmer stems"
+        raise OptionError("language", language, rule, f"known: {known}")
     stem = str if language == NO_LANGUAGE else Stemmer.Stemmer(language).stemWord
 
     @lru_cache(_CACHED_WORDS)
@@ -107,21 +116,6 @@ def tokenizer(language: str = ENGLISH) -> Tokenize:
 
     find_words = _words_of_any_script().findall
     return lambda text: list(chain.from_iterable(map(tokens_of, find_words(canonical(text).lower()))))
-
-
-def neutral_tokens(text: str) -> list[str]:
-    """The tokens of a text whose language is not known.
-
-    Those of `word_tokens` for words in ASCII, the first five letters of others, and pairs of characters without spaces.
-    """
-    if text.isascii():
-        return word_tokens(text)
-    return [token for word in _words_of_any_script().findall(text) for token in _neutral_tokens(word)]
-
-
-@lru_cache(_CACHED_WORDS)
-def _neutral_tokens(word: str) -> list[str]:
-    return word_tokens(word) if word.isascii() else [token[:_STEM_LENGTH] for token in tokenizer(NO_LANGUAGE)(word)]
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from embeddings.common.errors import InputError, OptionError, program
 from embeddings.common.io import MANIFEST, check_file_manifest, file_hash, read_json_or_empty
 from embeddings.common.own_folder import replaced_folder
-from embeddings.inference.bm25 import BM25, ENGLISH, best_places, tokenizer
+from embeddings.inference.bm25 import ANY_LANGUAGE, BM25, best_places, tokenizer
 from embeddings.inference.search import QUERY_TILE, CorpusSearch, Hit, NearestRows, TopK, require_top_k
 from embeddings.inference.vector_folder import DOCUMENT_TILE, VectorFolder
 
@@ -28,8 +28,8 @@ _DEPTH = 100
 _MAX_SCORES = 1 << 24
 # A standard deviation below this fraction of the largest score is rounding.
 _ROUNDING = 1e-5
-# Folder of the BM25 index, in a folder of vectors.
-WORDS_FOLDER = "words"
+# Folder of the BM25 index, in a folder of vectors, and the version of `word_tokens` in it.
+WORDS_FOLDER, _TOKEN_RULES = "words", "2"
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -185,7 +185,7 @@ def _scaled(score_K: Floats) -> Floats:
 
 
 def index_words(
-    folder: VectorFolder, language: str = ENGLISH, weight: float | None = None, index: BM25 | None = None
+    folder: VectorFolder, language: str = ANY_LANGUAGE, weight: float | None = None, index: BM25 | None = None
 ) -> BM25:
     """Build the BM25 index of a folder's documents, in its subfolder `words`; an existing one is replaced.
 
@@ -225,11 +225,12 @@ def open_words(folder: VectorFolder, language: str | None = None) -> BM25:
 
 
 def _expected(folder: VectorFolder) -> dict[str, str]:
-    # Another release of the stemmer may give queries other tokens.
+    # Another release of the stemmer, or of the rules, may give queries other tokens.
     return {
         "kind": "words",
         "vectors_xxh3_128": file_hash(folder.path / MANIFEST),
         "stemmer": Stemmer.version(),
+        "token_rules": _TOKEN_RULES,
     }
 
 
@@ -240,7 +241,7 @@ class HybridSearch:
         searched: The corpus with its vectors. A folder must have a BM25 index (`index_words`); for a file it is built.
         weight: Weight of BM25, from 0 to 1; None for that of the folder's index, or 0.2.
         fusion: How scores are fused (see `FusionRule`); None for `zscore`, or `minmax` with an index or binary vectors.
-        language: Language of the texts (see `bm25.tokenizer`); None for English, or for that of the folder's index.
+        language: Language of the texts (see `bm25.tokenizer`); None for that of the folder's index, or `any`.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class HybridSearch:
             if weight is None and fusion != "rrf":
                 weight = read_json_or_empty(searched.folder.path / WORDS_FOLDER / MANIFEST).get("weight")
         else:
-            self._words = BM25(searched.texts(), tokenizer(ENGLISH if language is None else language))
+            self._words = BM25(searched.texts(), tokenizer(ANY_LANGUAGE if language is None else language))
         self.rule = FusionRule.of(fusion, weight, searched.compares_all)
         self._searched = searched
 

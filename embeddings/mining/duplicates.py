@@ -18,7 +18,7 @@ from embeddings.common.progress import progress_bar, tracked
 from embeddings.common.text import canonical
 from embeddings.data.near_duplicates import KEY_BYTES, NearDuplicates, Shingle
 from embeddings.data.store import CachedSource, StoredRow, Table
-from embeddings.inference.bm25 import BM25, neutral_tokens
+from embeddings.inference.bm25 import BM25, word_tokens
 
 COPY, NEAR_COPY = 1, 2
 # A record that no rule removes; the rules' codes start at 1.
@@ -167,7 +167,7 @@ class Decontaminator:
     `SIMILAR`: the share of the BM25 weight of an evaluation query that is in the query, or of an evaluation document
     that is in a positive, reaches the threshold (`BM25.coverage`). Positives are not compared with evaluation queries,
     because a document covers every question that it answers. Evaluation texts with fewer than `MIN_TOKENS` distinct
-    tokens (`neutral_tokens`, for any language) are only compared for equality. Negatives are not checked. A labelled
+    tokens (`word_tokens`, for any language) are only compared for equality. Negatives are not checked. A labelled
     text counts as a query.
 
     Args:
@@ -222,10 +222,10 @@ class Decontaminator:
             for side in self.evaluation:
                 texts = []
                 with bar.item(len(side)):
-                    tokens = map(neutral_tokens, side)
+                    tokens = map(word_tokens, side)
                     sized = tracked(zip(side, tokens, strict=True), len(side), "", "text", lambda _: 1, share=0.5)
                     texts = [text for text, words in sized if len(set(words)) >= MIN_TOKENS]
-                    indexes.append(BM25(texts, neutral_tokens) if texts else None)
+                    indexes.append(BM25(texts, word_tokens) if texts else None)
         return indexes
 
 

@@ -15,7 +15,7 @@ from embeddings.adaptation.candidates import (
     read_passages,
 )
 from embeddings.common import InputError
-from embeddings.inference.bm25 import BM25, neutral_tokens
+from embeddings.inference.bm25 import BM25, word_tokens
 from tests.adaptation.world import passage_rows
 from tests.data.rows import write_rows
 from tests.helpers.refusals import refused
@@ -125,11 +125,11 @@ def statistics():
 def test_scores_of_texts_outside_the_sample_are_those_of_bm25(statistics):
     rows, found = statistics
     texts = [f"{row['title']} {row['text']}" for row in rows]
-    score_QN = BM25(texts, neutral_tokens).scores(texts[:4])
+    score_QN = BM25(texts, word_tokens).scores(texts[:4])
     assert score_QN[0, 0] > 10
     for query in range(4):
         for text in range(10):
-            score = found.score(neutral_tokens(texts[query]), neutral_tokens(texts[text]))
+            score = found.score(word_tokens(texts[query]), word_tokens(texts[text]))
             assert score == pytest.approx(score_QN[query, text], rel=1e-5)
 
 

@@ -13,7 +13,7 @@ from embeddings.common.io import check_file
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.evaluation import read_evaluation_folder
-from embeddings.inference.bm25 import BM25, neutral_tokens
+from embeddings.inference.bm25 import BM25, word_tokens
 from embeddings.mining import EvaluationTexts
 from tests.adaptation.world import passage_rows, read_rows
 from tests.data.rows import write_rows
@@ -100,7 +100,7 @@ def test_the_pseudo_test_searches_passages_without_the_query(rows, made):
         else:
             assert text == original
     # The words of the rest still find most passages.
-    ranked_QK, _ = BM25(read.documents, neutral_tokens).search(read.queries, 10)
+    ranked_QK, _ = BM25(read.documents, word_tokens).search(read.queries, 10)
     ids = [*read.document_ids]
     found = [row["passage"] in {ids[each] for each in ranked_QK[number]} for number, row in enumerate(test)]
     assert sum(found) > 0.9 * len(test)

@@ -8,7 +8,7 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.inference import bm25
-from embeddings.inference.bm25 import BM25, neutral_tokens, tokenizer, word_tokens
+from embeddings.inference.bm25 import BM25, tokenizer, word_tokens
 from tests.helpers.refusals import refused
 
 
@@ -144,7 +144,8 @@ def test_coverage_equals_a_loop_and_is_one_for_a_text_within_another(max_scores,
         ("HTTPServer XMLHttpRequest2D", "http server httpserver xml http request 2 d xmlhttprequest2d"),
         ("__init__ snake_case SCREAMING_CASE", "init snake case snake_cas scream case screaming_cas"),
         ("torch.nn.LSTMCell(x)", "torch nn lstm cell lstmcell x"),
-        ("Größe_in_cm 東京", "größe cm größe_in_cm 東京"),
+        # Words outside ASCII are their first five letters, or pairs of characters.
+        ("Größe_in_cm 東京都", "größe in cm 東京 京都"),
         # Stop words are removed; words of one or two letters are not stemmed.
         ("the computedValues of x", "comput valu computedvalu x"),
         ("ponies relational hopping OS us x1", "poni relat hop os us x 1 x1"),
@@ -159,6 +160,7 @@ def test_identifiers_are_split_into_stemmed_words_and_kept(text, tokens):
 @pytest.mark.parametrize(
     ("language", "text", "tokens"),
     [
+        ("any", "the computedValues", "comput valu computedvalu"),
         ("english", "the computedValues", "comput valu computedvalu"),
         ("german", "Die Häuser_und die HÄUSERN", "die haus und die haus"),
         ("french", "continuellement continuée", "continuel continu"),
@@ -177,17 +179,20 @@ def test_other_languages_have_stems_words_or_pairs_of_characters(language, text,
 
 
 def test_tokens_of_any_language_are_stems_prefixes_and_pairs():
-    assert neutral_tokens("The runners were running") == ["runner", "were", "run"]
-    assert neutral_tokens("getFileName") == ["get", "file", "name", "getfilenam"]
+    assert word_tokens("The runners were running") == ["runner", "were", "run"]
+    assert word_tokens("getFileName") == ["get", "file", "name", "getfilenam"]
     # The inflections of one Russian word are one token, whatever stands beside them.
-    assert len({*neutral_tokens("правительство правительства правительством")}) == 1
-    assert neutral_tokens("東京都") == ["東京", "京都"]
-    assert neutral_tokens("running – naïve") == ["run", "naïve"]
+    assert len({*word_tokens("правительство правительства правительством")}) == 1
+    assert word_tokens("東京都") == ["東京", "京都"]
+    assert word_tokens("running – naïve") == ["run", "naïve"]
 
 
 def test_an_unknown_language_is_refused():
     refused(
-        OptionError, "language must be a language that PyStemmer stems, or none, got 'klingon'", tokenizer, "klingon"
+        OptionError,
+        "language must be any, none or a language that PyStemmer stems, got 'klingon'",
+        tokenizer,
+        "klingon",
     )
 
 

@@ -181,7 +181,7 @@ def is_mapped(array):
     return isinstance(array, mmap.mmap)
 
 
-@pytest.mark.parametrize("language", ["english", "german", "none"])
+@pytest.mark.parametrize("language", ["any", "german", "none"])
 def test_a_file_and_a_folder_with_its_saved_index_have_the_same_hits(language, encoder, corpus, tmp_path):
     folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=5)
     built = index_words(folder, language)
@@ -240,4 +240,4 @@ def test_a_missing_damaged_or_other_index_is_refused(encoder, corpus, tmp_path):
         path.write_bytes(content)
     assert open_words(folder).num_texts == 23
     index_words(folder)
-    assert open_words(folder, "english").scores(["1 fox"]).max() > 0
+    assert open_words(folder, "any").scores(["1 fox"]).max() > 0
