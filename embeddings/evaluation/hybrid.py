@@ -48,6 +48,8 @@ class TunedWeight(NamedTuple):
 
     def __str__(self) -> str:
         choice = f"weight {self.rule.weight:g} of BM25, chosen on {self.num_queries} queries"
+        if self.best == WEIGHT:
+            return f"{choice}: no other is better"
         return f"{choice}: nDCG@10 of {self.best:g} is {self.difference} compared with {WEIGHT:g}"
 
 

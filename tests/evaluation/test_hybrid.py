@@ -115,8 +115,15 @@ def test_data_of_another_kind_is_refused_before_anything_is_encoded(encoder, tmp
     refused(InputError, "b: has sts data, not retrieval data", evaluate_hybrid, encoder, [tmp_path])
 
 
-@pytest.mark.parametrize(("num_better", "chosen"), [(20, 0.6), (1, 0.2)])
-def test_a_weight_is_chosen_only_if_it_is_significantly_better(num_better, chosen):
+@pytest.mark.parametrize(
+    ("num_better", "chosen", "best", "says"),
+    [
+        (20, 0.6, 0.6, "nDCG@10 of 0.6 is +1.0000 (+1.0000 to +1.0000) compared with 0.2"),
+        (1, 0.2, 0.6, "nDCG@10 of 0.6 is +0.0500 (+0.0000 to +0.1500) compared with 0.2"),
+        (0, 0.2, 0.2, "no other is better"),
+    ],
+)
+def test_a_weight_is_chosen_only_if_it_is_significantly_better(num_better, chosen, best, says):
     qrels = Qrels.of([(query, 0, 1.0) for query in range(20)], 20, 11)
 
     def rank(rules):
@@ -125,7 +132,8 @@ def test_a_weight_is_chosen_only_if_it_is_significantly_better(num_better, chose
         return [*row_RQK]
 
     tuned = module.tune_weight(FusionRule(), qrels, rank)
-    assert (tuned.rule.weight, tuned.best, tuned.num_queries) == (chosen, 0.6, 20)
+    assert (tuned.rule.weight, tuned.best, tuned.num_queries) == (chosen, best, 20)
+    assert str(tuned) == f"weight {chosen} of BM25, chosen on 20 queries: {says}"
     assert tuned.difference.mean == pytest.approx(num_better / 20)
 
 
