@@ -401,7 +401,7 @@ def count_rows(path: Path) -> int:
 def recommended(verdict: Path) -> tuple[str, bool, float]:
     """The recommended variant without BM25, whether BM25 is recommended with it, and the weight of BM25."""
     if not verdict.exists():
-        return START, False, WEIGHT
+        return START, True, WEIGHT
     content = json.loads(verdict.read_text("utf-8"))
     variant = content["recommendation"]["variant"]
     name = variant.removesuffix(f" + {HYBRID}")

@@ -149,11 +149,11 @@ def test_groups_are_by_kind_of_query_and_only_real_ones_decide(world, tmp_path):
     assert "forgetting: not measured; name data of other domains with --general" in table
 
 
-def test_without_real_queries_nothing_is_recommended(world, tmp_path):
+def test_without_real_queries_the_start_is_recommended_with_hybrid_search(world, tmp_path):
     write_test_set(tmp_path / "data", num_queries=6, kinds=("sentence",))
     found = compare(str(world / "start"), [str(world / "trained")], [tmp_path / "data"], tmp_path / "out", **OPTIONS)
     assert [group.kind for group in found.groups] == ["made from the documents"]
-    assert (found.recommendation.variant, found.recommendation.gain) == ("start", None)
+    assert (found.recommendation.variant, found.recommendation.gain) == ("hybrid", None)
     assert found.recommendation.reasons[0].startswith("Not measured on your queries")
     assert "Not measured on your queries" in format_verdict(found)
     gained, lost = changed_queries(found, "trained")
@@ -202,6 +202,18 @@ def test_the_simplest_variant_that_is_not_worse_than_the_best_is_recommended(mea
         assert step == paired_bootstrap(score_of[name], score_of[chosen])
     assert (found.gain is None) == (chosen == "start")
     assert any("No trained model" in line for line in found.reasons) == (num_queries < 50)
+
+
+def test_hybrid_search_takes_the_place_of_the_start_where_few_queries_do_not_decide():
+    start_Q = np.random.default_rng(0).random(48)
+    change_Q = np.tile([0.1, -0.1], 24)
+    for mean, num_copies, chosen in ((0.001, 1, "hybrid"), (-0.001, 1, "start"), (0.001, 2, "start")):
+        score_of = {"start": np.tile(start_Q, num_copies), "hybrid": np.tile(start_Q + change_Q + mean, num_copies)}
+        difference = paired_bootstrap(score_of["hybrid"], score_of["start"])
+        assert difference.low < 0 < difference.high
+        found = recommend(score_of)
+        assert found.variant == chosen
+        assert any("by default" in line for line in found.reasons) == (chosen == "hybrid")
 
 
 def test_several_trained_models_are_compared_in_order(world, tmp_path):

@@ -95,10 +95,10 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     tested = {rows[line.split("\t")[1]]["document"] for line in judged}
     assert tested
     assert not tested & trained_on
-    # The start is kept, and its vectors are what is searched.
-    assert json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]["variant"] == "start"
+    # The start is kept, and its vectors are what is searched, with BM25.
+    assert json.loads(Path("mine/verdict/verdict.json").read_text())["recommendation"]["variant"] == "hybrid"
     assert printed.splitlines()[-2].startswith("search: ")
-    assert f"search --model {model} --corpus mine/vectors" in printed
+    assert f"search --model {model} --corpus mine/vectors --hybrid" in printed
     table = pq.read_table("mine/passages.parquet")
     assert table.column_names == ["id", "title", "text", "metadata", "vector"]
     assert table["id"].to_pylist() == list(rows)
@@ -287,7 +287,7 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
     line = shlex.split(capsys.readouterr().out.split("search: ")[1].splitlines()[0])
     assert line[line.index("--model") + 1] == expected
     assert ("--hybrid" in line) == is_hybrid
-    assert adapt.recommended(Path("absent.json")) == ("start", False, 0.2)
+    assert adapt.recommended(Path("absent.json")) == ("start", True, 0.2)
 
 
 def test_few_passages_are_compared_without_training(model, capsys):
