@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs, rank_pairs
     from embeddings.mining.ivf import IvfSearch, VectorIndex, build_index, build_ivf, recall_of
-    from embeddings.mining.kmeans import KMeans, spherical_kmeans
+    from embeddings.mining.kmeans import KMeans
     from embeddings.mining.mine import MiningReport, Reranker, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
@@ -56,7 +56,6 @@ __all__ = [
     "mine_negatives",
     "rank_pairs",
     "recall_of",
-    "spherical_kmeans",
 ]
 
 __getattr__ = lazy_names(__name__)

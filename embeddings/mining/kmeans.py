@@ -40,23 +40,6 @@ class KMeans(NamedTuple):
     objective: float
 
 
-def spherical_kmeans(
-    vectors: Floats,
-    num_clusters: int,
-    *,
-    num_iterations: int = NUM_ITERATIONS,
-    num_runs: int = NUM_RUNS,
-    seed: int = 0,
-    gpu: GpuLibrary | None = None,
-) -> KMeans:
-    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`)."""
-    if num_runs < 1:
-        raise OptionError("num_runs", num_runs, "must be >= 1", "the paper uses the best of 3")
-    numbers = progress_bar(None, "k-means", "run", iterable=range(num_runs))
-    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in numbers]
-    return max(runs, key=lambda run: run.objective)
-
-
 def kmeans_run(
     vectors: Floats,
     num_clusters: int,
