@@ -41,7 +41,6 @@ from embeddings.mining.kmeans import (
     GpuLibrary,
     KMeans,
     check_gpu,
-    check_num_clusters,
     kmeans_run,
     nearest_centroids,
     neighbour_lists,
@@ -381,7 +380,9 @@ class ClusterSettings:
         num_clusters = self.num_clusters
         if num_clusters is None:
             num_clusters = -(-num_rows // (self.cluster_size or CLUSTER_SIZE))
-        check_num_clusters(num_clusters, num_rows)
+        if num_clusters > num_rows:
+            rule = f"must not exceed the {num_rows} rows"
+            raise OptionError("num_clusters", num_clusters, rule, "lower it, or give cluster_size")
         return num_clusters
 
     def resolve_training_rows(self, num_rows: int, num_clusters: int, width: int) -> int | None:

@@ -220,6 +220,7 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
     [
         ({"num_clusters": 61}, "num_clusters must not exceed the 60 rows, got 61"),
         ({"num_clusters": 0}, "num_clusters must be >= 1, got 0"),
+        ({"num_iterations": 0}, "num_iterations must be >= 1, got 0"),
         ({"cluster_size": 0}, "cluster_size must be >= 1, got 0"),
         ({"shard_size": -1}, "shard_size must be >= 1"),
         ({"vectors_per_cluster": 0}, "vectors_per_cluster must be >= 1, got 0"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError
 from embeddings.mining import kmeans, lists
 from embeddings.mining.kmeans import kmeans_run, neighbour_lists
 from tests.data.cluster_folders import nearest_lists, unit_vectors
@@ -90,18 +90,6 @@ def test_an_invalid_vector_is_named_by_its_row(value, kind):
     vectors = unit_vectors(20)
     vectors[13] = value
     refused(InputError, f"vectors:13: the vector is {kind}", kmeans_run, vectors, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_clusters": 21}, "num_clusters must not exceed the 20 rows, got 21"),
-        ({"num_clusters": 0}, "num_clusters must be >= 1"),
-        ({"num_iterations": 0}, "num_iterations must be >= 1"),
-    ],
-)
-def test_invalid_options_are_refused_in_one_line(options, message):
-    refused(OptionError, message, kmeans_run, unit_vectors(20), **{"num_clusters": 2, **options})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 from embeddings.common import OptionError
 from embeddings.mining import ClusterSettings, torch_kmeans
-from embeddings.mining.kmeans import kmeans_run, nearest_centroids, neighbour_lists
+from embeddings.mining.kmeans import check_gpu, kmeans_run, nearest_centroids, neighbour_lists
 from embeddings.mining.torch_kmeans import DeviceCentroids, DeviceVectors, device_kmeans
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 from tests.helpers.refusals import refused
@@ -114,9 +114,7 @@ def test_a_run_on_a_gpu_starts_as_on_a_cpu(monkeypatch):
 
 def test_a_library_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(OptionError, "gpu needs a CUDA device", kmeans_run, unit_vectors(20), 2, gpu="torch")
-    if not hasattr(faiss, "StandardGpuResources"):
-        refused(OptionError, "gpu needs a build of faiss for GPUs", kmeans_run, unit_vectors(20), 2, gpu="faiss")
+    refused(OptionError, "gpu needs a CUDA device", check_gpu, "torch")
     refused(OptionError, "gpu_library has no effect on a CPU", ClusterSettings, gpu_library="faiss")
 
 
