@@ -292,8 +292,8 @@ class VectorFolder:
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
-        sizes = [fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")]
-        return cls(Path(path), *sizes, vector_format=fields["vector_format"])
+        sizes = {name: fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")}
+        return cls(Path(path), **sizes, vector_format=fields["vector_format"])
 
     def require_format(self, *formats: VectorFormat, use: str) -> None:
         """Refuse a folder whose vectors are not stored in one of `formats`; `use` names what needs them."""
