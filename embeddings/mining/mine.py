@@ -211,8 +211,8 @@ class SearchOptions:
     def __post_init__(self) -> None:
         if self.index == "exact":
             refuse_given({"num_probes": self.num_probes, "num_lists": self.num_lists}, "needs --index ivf")
-        else:
-            refuse_given({"gpu_memory_gib": self.gpu_memory_gib}, "has no effect with --index ivf")
+        if self.index == "ivf" or not self.gpu:
+            refuse_given({"gpu_memory_gib": self.gpu_memory_gib}, "needs --gpu and --index exact")
 
     def check(self) -> None:
         load_faiss(self.gpu and self.index == "ivf")
