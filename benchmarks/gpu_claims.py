@@ -30,8 +30,8 @@ from embeddings.common.jobs import save_array
 from embeddings.inference import Encoder
 from embeddings.inference.vector_folder import VectorShards
 from embeddings.losses import InfoNCE, tiled_cross_entropies
-from embeddings.mining import ExactSearch, spherical_kmeans
-from embeddings.mining.kmeans import GpuLibrary
+from embeddings.mining import ExactSearch
+from embeddings.mining.kmeans import GpuLibrary, kmeans_run
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, LoraSettings, MeanPooling
 from embeddings.models.bidirectional import make_bidirectional
 from embeddings.models.compilation import compilation_line, compile_if_possible, is_compiled
@@ -472,7 +472,7 @@ def kmeans(bench: Bench) -> None:
 
     def ours(rows: int, k: int) -> None:
         gpu: GpuLibrary | None = None if bench.tiny else "torch"
-        spherical_kmeans(vector_ND[:rows], k, num_iterations=rounds, num_runs=1, seed=1, gpu=gpu)
+        kmeans_run(vector_ND[:rows], k, num_iterations=rounds, seed=1, gpu=gpu)
 
     def peer(rows: int, k: int) -> None:
         options = {"seed": 1, "spherical": True, "max_points_per_centroid": -(-rows // k), "min_points_per_centroid": 1}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import compare, options, record
-from embeddings.mining import spherical_kmeans
+from embeddings.mining.kmeans import kmeans_run
 
 WIDTH, NUM_ITERATIONS, NUM_RUNS = 128, 20, 2
 
@@ -25,8 +25,8 @@ def topics(num_rows: int) -> NDArray[np.float32]:
 
 def ours(vectors: NDArray[np.float32], num_clusters: int) -> NDArray[np.float32]:
     """Our centroids."""
-    clusters = spherical_kmeans(vectors, num_clusters, num_iterations=NUM_ITERATIONS, num_runs=NUM_RUNS, seed=1)
-    return clusters.centroids
+    runs = [kmeans_run(vectors, num_clusters, run, NUM_ITERATIONS, seed=1) for run in range(NUM_RUNS)]
+    return max(runs, key=lambda run: run.objective).centroids
 
 
 def peer(vectors: NDArray[np.float32], num_clusters: int) -> NDArray[np.float32]:

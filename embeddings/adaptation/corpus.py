@@ -187,8 +187,9 @@ class _Work:
 
     def leave_out(self, left_out: LeftOut) -> None:
         """List and count what gives no text."""
-        self._line(**{name: value for name, value in left_out._asdict().items() if value})
-        self._report.left_out[left_out.cause] += 1
+        about = {"file": left_out.file, "cause": left_out.cause, "detail": left_out.detail}
+        self._line(**{name: value for name, value in about.items() if value})
+        self._report.left_out[left_out.cause] += left_out.number
         if not left_out.cause.startswith(_USUAL):
             self._report.num_examples += 1
             if len(self._report.examples) < _NUM_EXAMPLES:

@@ -74,11 +74,12 @@ _NOWHERE = logging.NullHandler()
 
 
 class LeftOut(NamedTuple):
-    """A file, folder or row that gives no text: the cause, by which they are counted, and what exactly is wrong."""
+    """A file, a folder or rows without text: the cause, by which they are counted, what exactly is wrong, how many."""
 
     file: str
     cause: str
     detail: str = ""
+    number: int = 1
 
     def __str__(self) -> str:
         return f"{self.file}: {self.cause}{f' ({self.detail})' if self.detail else ''}"
@@ -309,7 +310,7 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
         if column not in seen:
             yield LeftOut(file.name, f"without a column {column!r}", f"its rows are read; {present}")
     if num_without:
-        yield LeftOut(file.name, "rows without text", f"{num_without} of {row} rows")
+        yield LeftOut(file.name, "rows without text", f"{num_without} of {row} rows", num_without)
 
 
 def _recoded_table(file: FoundFile) -> bytes | None:

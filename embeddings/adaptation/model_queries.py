@@ -167,7 +167,7 @@ def _brainstormed(passages: Sequence[Passage], output: Path, model: QueryModel, 
         if own := passages[number : _NUM_LISTS * _LIST_PASSAGES : _NUM_LISTS]:
             texts = (shorten(f"{each.title}\n{each.text}", _EXAMPLE_CHARACTERS) for each in own)
             prompt = "\n\n".join([*(f"Passage: {text}" for text in texts), instruction])
-            requests.append(make_request(f"tasks/{number}", prompt, seed, read_tasks, wants_object=False))
+            requests.append(make_request(f"tasks/{number}", prompt, seed, read_tasks))
     lists, _, num_tokens = _answered(answer_folder(output, sampling), model, sampling, requests, "kinds of search")
     tasks = dict[str, str]()
     for task in chain.from_iterable(lists):
@@ -244,7 +244,7 @@ def _request(
     # As an earlier conversation: chat models of any size then answer in the same form.
     shown = [(prompt_of(shorten(each.positive, _EXAMPLE_CHARACTERS)), each.query) for each in chosen]
     prompt = prompt_of(shorten(f"{passage.title}\n{passage.text}", _PASSAGE_CHARACTERS), instruction)
-    return make_request(f"query/{passage.id}", prompt, seed, read, wants_object=False, parse=read_line, examples=shown)
+    return make_request(f"query/{passage.id}", prompt, seed, read, parse=read_line, examples=shown)
 
 
 _WORD = regex.compile(r"\w+")

@@ -258,7 +258,8 @@ def fill_path(path: str) -> Path:
 
 
 def _expand(part: str) -> list[Path]:
-    filled = str(fill_path(part))
+    # A file of this very name is meant, also one whose folder has a `$` in its name.
+    filled = part if os.path.isfile(part) else str(fill_path(part))
     if os.path.isdir(filled):
         raise InputError(filled, "is a folder, expected a file", "name its files, such as FOLDER/*.jsonl")
     if os.path.isfile(filled):

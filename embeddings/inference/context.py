@@ -33,8 +33,6 @@ def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.
     one. Source: the released code of arXiv:2410.02525 requires exactly J documents and oversamples a smaller corpus,
     but does not specify how.
     """
-    if size < 1:
-        raise OptionError("context_size", size, "must be >= 1", "leave it out for the model's size")
     assert num_documents > 0
     generator = numpy_generator(seed, "context", num_documents, size)
     copies = [generator.permutation(num_documents) for _ in range(size // num_documents)]

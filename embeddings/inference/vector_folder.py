@@ -292,10 +292,8 @@ class VectorFolder:
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
-        num_documents, embedding_dim, shard_size = (
-            fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")
-        )
-        return cls(Path(path), num_documents, embedding_dim, shard_size, fields["vector_format"])
+        sizes = {name: fields.integer(name, minimum=1) for name in ("num_documents", "embedding_dim", "shard_size")}
+        return cls(Path(path), **sizes, vector_format=fields["vector_format"])
 
     def require_format(self, *formats: VectorFormat, use: str) -> None:
         """Refuse a folder whose vectors are not stored in one of `formats`; `use` names what needs them."""
@@ -363,6 +361,7 @@ def encode_corpus(
     devices: Sequence[str] = (),
     tokenizer_workers: int = 0,
     task: ArrayTask | None = None,
+    known: tuple[dict[str, Any], int] | None = None,
 ) -> VectorFolder | None:
     """Encode a corpus file into a folder, shard by shard; None while shards of other tasks are missing.
 
@@ -383,12 +382,13 @@ def encode_corpus(
         devices: Devices that share the shards, one process each (see `on_devices`).
         tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
         task: The shards that this process encodes; None for all.
+        known: The result of `encoding_fields` for these arguments, if it was computed.
     """
     folder = Path(output)
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     # Errors in the corpus or the prompt are found before anything is written.
-    fields, text_bytes = encoding_fields(
+    fields, text_bytes = known or encoding_fields(
         encoder, corpus, folder, prompt_name, role, columns, shard_size, vector_format, context
     )
     num_documents, shard_size = fields["num_documents"], fields["shard_size"]

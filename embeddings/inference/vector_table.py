@@ -52,14 +52,14 @@ def encode_table(
     target = Path(output)
     work = target.with_name(f"{target.name}.work")
     texts: dict[str, Any] = {"prompt_name": prompt_name, "role": role, "columns": columns, "shard_size": shard_size}
-    fields, _ = encoding_fields(encoder, corpus, work, **texts)
-    fields = {**fields, "kind": "vector_table"}
+    known = encoding_fields(encoder, corpus, work, **texts)
+    fields = {**known[0], "kind": "vector_table"}
     # It has no effect on the rows.
     del fields["shard_size"]
     if finished_manifest(target, fields) is None:
         with discard_on_user_error(work, task=task):
             options: dict[str, Any] = {"devices": devices, "tokenizer_workers": tokenizer_workers, "task": task}
-            folder = encode_corpus(encoder, corpus, work, **texts, **options)
+            folder = encode_corpus(encoder, corpus, work, **texts, **options, known=known)
         if folder is None:
             return None
         _write(folder, corpus, columns or {}, target, fields)

@@ -5,6 +5,7 @@ the weights, and the settings that explain differences. `verify` compares a serv
 """
 
 import base64
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,11 +115,8 @@ def _text_of_length(num_tokens: Callable[[str], int], limit: int, words: tuple[s
         # Each round starts one word later.
         return " ".join(words[(place + place // len(words)) % len(words)] for place in range(number))
 
-    low, high = 1, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if num_tokens(joined(middle)) <= limit else (low, middle - 1)
-    text = joined(low)
+    fitting = bisect_right(range(1, limit + 1), limit, key=lambda number: num_tokens(joined(number)))
+    text = joined(max(1, fitting))
     # Fills the rest where a word has several tokens.
     while num_tokens(text) < num_tokens(f"{text} a") <= limit:
         text = f"{text} a"

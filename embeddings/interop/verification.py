@@ -75,7 +75,10 @@ def verify_answers(
         refused |= kinds
     least = min(float(_cosines(answers[role], golden.vectors[role]).min()) for role in ROLES)
     number = len(golden.texts)
-    compared = f"least cosine {_floored(least)} over {number - len(refused)} texts as queries and documents"
+    # Rounded down, so that it does not reach the limit.
+    compared = (
+        f"least cosine {np.floor(least * 1e5) / 1e5:.5f} over {number - len(refused)} texts as queries and documents"
+    )
     if refused:
         compared += f"; the server refuses the text {' and the text '.join(sorted(refused))}"
     has_width = answers["query"].shape[1] == answers["document"].shape[1] == golden.width
@@ -86,11 +89,6 @@ def verify_answers(
         return Verdict(False, least, f"different: {lengths}; {compared}")
     causes = _Search(golden, ask, answers, folder, load(), min_cosine).causes()
     return Verdict(False, least, f"different: {causes}; {compared}")
-
-
-def _floored(cosine: float) -> str:
-    """A cosine that is not rounded up to the limit."""
-    return f"{np.floor(cosine * 1e5) / 1e5:.5f}"
 
 
 def _asked(ask: Ask, golden: Golden, role: TextRole) -> tuple[Vectors, set[str]]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from embeddings.common.jobs import ArrayTask, ShardedJob
+from embeddings.common.jobs import ArrayTask
 from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs, rank_pairs
     from embeddings.mining.ivf import IvfSearch, VectorIndex, build_index, build_ivf, recall_of
-    from embeddings.mining.kmeans import KMeans, spherical_kmeans
     from embeddings.mining.mine import MiningReport, Reranker, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, TextQrels, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
@@ -30,7 +29,6 @@ __all__ = [
     "FilterReport",
     "FilterRules",
     "IvfSearch",
-    "KMeans",
     "LevelRules",
     "MiningReport",
     "NegativeRules",
@@ -39,7 +37,6 @@ __all__ = [
     "PairVectors",
     "Reranker",
     "SearchOptions",
-    "ShardedJob",
     "Teachers",
     "TextQrels",
     "VectorFeatures",
@@ -56,7 +53,6 @@ __all__ = [
     "mine_negatives",
     "rank_pairs",
     "recall_of",
-    "spherical_kmeans",
 ]
 
 __getattr__ = lazy_names(__name__)

@@ -6,7 +6,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from embeddings.mining.kmeans import (
     GpuLibrary,
     KMeans,
     check_gpu,
-    check_num_clusters,
     kmeans_run,
     nearest_centroids,
     neighbour_lists,
@@ -340,7 +339,6 @@ class ClusterSettings:
         num_runs: Runs of k-means; the best is used.
         vectors_per_cluster: Maximum vectors per cluster that k-means is trained on, two for each row of a random sample
             (but at least 131,072 rows); None for all rows. All rows are assigned, from disk.
-        max_training_rows: Maximum rows that k-means is trained on, in place of `vectors_per_cluster`.
         memory_gib: Maximum memory for training k-means, in GiB. If not all rows fit, it is trained on a random sample.
         num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
         shard_size: Rows assigned per shard: the most that is lost when the job is killed.
@@ -354,7 +352,6 @@ class ClusterSettings:
     num_iterations: int = NUM_ITERATIONS
     num_runs: int = NUM_RUNS
     vectors_per_cluster: int | None = VECTORS_PER_CLUSTER
-    max_training_rows: int | None = None
     memory_gib: float = 16.0
     num_neighbours: int = 32
     shard_size: int = 65_536
@@ -383,10 +380,9 @@ class ClusterSettings:
         num_clusters = self.num_clusters
         if num_clusters is None:
             num_clusters = -(-num_rows // (self.cluster_size or CLUSTER_SIZE))
-        check_num_clusters(num_clusters, num_rows)
-        if self.max_training_rows is not None and num_clusters > 2 * self.max_training_rows:
-            rule = f"must be at least half of the {num_clusters} clusters"
-            raise OptionError("max_training_rows", self.max_training_rows, rule, "raise it")
+        if num_clusters > num_rows:
+            rule = f"must not exceed the {num_rows} rows"
+            raise OptionError("num_clusters", num_clusters, rule, "lower it, or give cluster_size")
         return num_clusters
 
     def resolve_training_rows(self, num_rows: int, num_clusters: int, width: int) -> int | None:
@@ -394,24 +390,17 @@ class ClusterSettings:
 
         A row takes 2·(4·width + 24) bytes, in both orders; faiss has four copies of the k centroids, 4·4·k·width bytes.
         """
-
-        def gib_for(rows: int) -> float:
-            return math.ceil((centroid_bytes + rows * row_bytes) / 2**30 * 10) / 10
-
         centroid_bytes, row_bytes = _CENTROID_COPIES * 4 * num_clusters * width, 2 * (4 * width + _BYTES_PER_VECTOR)
         max_rows = int((self.memory_gib * 2**30 - centroid_bytes) // row_bytes)
-        wanted = self.max_training_rows
-        if wanted is None and self.vectors_per_cluster is not None:
-            enough = max(MAX_FITTED_ROWS, math.ceil(self.vectors_per_cluster * num_clusters / 2))
-            wanted = enough if enough < num_rows else None
-        wanted_rows = min(num_rows, wanted or num_rows)
-        if wanted_rows <= max_rows:
-            return wanted
-        if self.max_training_rows is not None:
-            rule = f"needs {gib_for(wanted_rows)} GiB, more than memory_gib {self.memory_gib:g}"
-            raise OptionError("max_training_rows", self.max_training_rows, rule, "leave it out, or raise memory_gib")
+        wanted = num_rows
+        if self.vectors_per_cluster is not None:
+            enough = math.ceil(self.vectors_per_cluster * num_clusters / 2)
+            wanted = min(num_rows, max(MAX_FITTED_ROWS, enough))
+        if wanted <= max_rows:
+            return wanted if wanted < num_rows else None
         if 2 * max_rows < num_clusters:
-            rule = f"must be at least {gib_for(-(-num_clusters // 2))} for {num_clusters} clusters of width {width}"
+            least = math.ceil((centroid_bytes + -(-num_clusters // 2) * row_bytes) / 2**30 * 10) / 10
+            rule = f"must be at least {least} for {num_clusters} clusters of width {width}"
             raise OptionError("memory_gib", self.memory_gib, rule, "raise it, or ask for fewer clusters")
         return max_rows
 
@@ -448,7 +437,6 @@ def cluster_pairs(
     assert features.num_rows == len(source.table)
     num_clusters = settings.resolve_num_clusters(features.num_rows)
     max_rows = settings.resolve_training_rows(features.num_rows, num_clusters, features.embedding_dim)
-    settings = replace(settings, max_training_rows=max_rows)
     check_gpu(settings.library)
     # Options that resolve to the same values for this source must give the same fields.
     excluded = ["cluster_size", "vectors_per_cluster", "memory_gib", *([] if settings.gpu else ["gpu_library"])]
@@ -460,6 +448,7 @@ def cluster_pairs(
         "faiss": faiss_version(),
         **features.fields,
         **resolved,
+        "max_training_rows": max_rows,
         "num_clusters": num_clusters,
         "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
     }
@@ -473,7 +462,7 @@ def cluster_pairs(
             learning.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
             with load_shard(learning.path(0)) as learned:
                 features.learned = dict(learned)
-            vectors = cache(partial(_training_vectors, features, settings))
+            vectors = cache(partial(_training_vectors, features, num_clusters, max_rows, settings.seed))
 
             def train(run: int, path: Path) -> None:
                 options = (settings.num_iterations, settings.seed, settings.library, "training row")
@@ -504,11 +493,9 @@ def cluster_pairs(
     return ClusterFolder(output)
 
 
-def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Floats:
-    """Both orders of the rows to train on, one order after the other, (2n, d) float32."""
-    max_rows = settings.max_training_rows or features.num_rows
-    rows = sample_rows(features.num_rows, max_rows, derive_seed(settings.seed, "training rows"))
-    num_clusters = settings.resolve_num_clusters(features.num_rows)
+def _training_vectors(features: PairFeatures, num_clusters: int, max_rows: int | None, seed: int) -> Floats:
+    """Both orders of the rows to train on, one order after the other, (2n, d) float32; at most `max_rows` rows."""
+    rows = sample_rows(features.num_rows, max_rows or features.num_rows, derive_seed(seed, "training rows"))
     if len(rows) < features.num_rows:
         per_cluster, hint = 2 * len(rows) / num_clusters, ""
         if per_cluster < _MIN_VECTORS_PER_CLUSTER:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embeddings.common.errors import OptionError
 from embeddings.common.io import check_vectors
 from embeddings.common.progress import progress_bar
 from embeddings.mining import torch_kmeans
@@ -40,23 +39,6 @@ class KMeans(NamedTuple):
     objective: float
 
 
-def spherical_kmeans(
-    vectors: Floats,
-    num_clusters: int,
-    *,
-    num_iterations: int = NUM_ITERATIONS,
-    num_runs: int = NUM_RUNS,
-    seed: int = 0,
-    gpu: GpuLibrary | None = None,
-) -> KMeans:
-    """The best of `num_runs` runs of spherical k-means (see `kmeans_run`)."""
-    if num_runs < 1:
-        raise OptionError("num_runs", num_runs, "must be >= 1", "the paper uses the best of 3")
-    numbers = progress_bar(None, "k-means", "run", iterable=range(num_runs))
-    runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in numbers]
-    return max(runs, key=lambda run: run.objective)
-
-
 def kmeans_run(
     vectors: Floats,
     num_clusters: int,
@@ -75,11 +57,7 @@ def kmeans_run(
         Differs: their code sets `max_points_per_centroid` too late for faiss, and so trains on 256 vectors per cluster;
         on a CPU, more than 8,192 centroids are compared in groups (see `NearestCentroids`).
     """
-    check_num_clusters(num_clusters, len(vectors))
-    if num_iterations < 1:
-        raise OptionError("num_iterations", num_iterations, "must be >= 1", "the paper uses 100")
     check_vectors(vectors, where)
-    check_gpu(gpu)
     faiss = load_faiss()
     num_vectors = len(vectors)
     if num_clusters == num_vectors:
@@ -124,14 +102,6 @@ def check_gpu(gpu: GpuLibrary | None) -> None:
     load_faiss(gpu == "faiss")
     if gpu == "torch":
         require_gpu()
-
-
-def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
-    if num_clusters < 1:
-        raise OptionError("num_clusters", num_clusters, "must be >= 1", "leave it out and give cluster_size")
-    if num_clusters > num_vectors:
-        rule = f"must not exceed the {num_vectors} rows"
-        raise OptionError("num_clusters", num_clusters, rule, "lower it, or give cluster_size")
 
 
 def num_duplicates(centroids: Floats) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from embeddings.common.errors import InputError, OptionError, require
+from embeddings.common.errors import InputError, OptionError, refuse_given, require
 from embeddings.common.io import SETTINGS, check_manifest, file_lock, file_sha256
 from embeddings.common.jobs import (
     ArrayTask,
@@ -207,6 +207,12 @@ class SearchOptions:
     num_lists: int | None = None
     gpu: bool = False
     gpu_memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.index == "exact":
+            refuse_given({"num_probes": self.num_probes, "num_lists": self.num_lists}, "needs --index ivf")
+        if self.index == "ivf" or not self.gpu:
+            refuse_given({"gpu_memory_gib": self.gpu_memory_gib}, "needs --gpu and --index exact")
 
     def check(self) -> None:
         load_faiss(self.gpu and self.index == "ivf")

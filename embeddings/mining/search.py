@@ -104,7 +104,7 @@ class ExactSearch:
         is_cuda = self.device.type == "cuda"
         if is_cuda:
             require_gpu()
-        self._memory_gib = memory_gib or (MEMORY_GIB if is_cuda else None)
+        self._memory_gib = MEMORY_GIB if memory_gib is None and is_cuda else memory_gib
         self._dtype = torch.float32
         if is_cuda or has_native_bfloat16(self.device):
             self._dtype = torch.float16 if is_cuda else torch.bfloat16
@@ -115,7 +115,8 @@ class ExactSearch:
         number, width = self.documents.num_rows, self.documents.embedding_dim
         candidates = min(num_candidates(top_k, self._dtype), number)
         # On a CPU any number of candidates is accepted.
-        memory_gib = self._memory_gib or max(CPU_MEMORY_GIB, 6400 * candidates / 2**30)
+        on_cpu = max(CPU_MEMORY_GIB, 6400 * candidates / 2**30)
+        memory_gib = on_cpu if self._memory_gib is None else self._memory_gib
         return search_sizes(number, width, self._stored.itemsize, candidates, num_queries, memory_gib)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:

@@ -58,7 +58,6 @@ class Request(NamedTuple):
     prompt: str
     seed: int
     read: Callable[[Any], object]
-    wants_object: bool = True
     retry: Callable[[], "Request"] | None = None
     schema: Mapping[str, Any] | None = None
     parse: Callable[[Answer], Any] = parse_answer
@@ -93,7 +92,6 @@ class Sampling:
         temperature: Sampling temperature; None for the endpoint's default.
         max_answer_tokens: Maximum tokens of an answer. A job that is resumed with more asks again for cut-off answers.
         token_limit_field: Request field for this limit; OpenAI's newer models require `max_completion_tokens`.
-        json_mode: Whether to set `response_format` to a JSON object in requests whose answer should be one.
         extra_body: Additional fields of every request.
         stream: Whether answers come in parts, so that `timeout_seconds` limits the wait for each part, and an answer
             that is given up is not generated further. False for an endpoint that cannot stream.
@@ -104,7 +102,6 @@ class Sampling:
     temperature: float | None = 1.0
     max_answer_tokens: int = 4096
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    json_mode: bool = False
     extra_body: Mapping[str, Any] | None = None
     stream: bool = True
     json_schema: bool = False
@@ -136,8 +133,6 @@ class Sampling:
         }
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        if self.json_mode and request.wants_object:
-            body["response_format"] = {"type": "json_object"}
         if self.json_schema and request.schema is not None:
             schema = {"name": "example", "strict": True, "schema": dict(request.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -461,7 +461,7 @@ def brainstorm(
             num_lists = -(-max(0, num_tasks - len(tasks[name])) // method.tasks_per_list)
             for number in range(num_calls[name], num_calls[name] + num_lists):
                 prompt = templates.brainstorm(method.category(name), seed, number)
-                request = make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks, wants_object=False)
+                request = make_request(f"tasks/{name}/{number}", prompt, seed, read_tasks)
                 requests[name, number] = request
             num_calls[name] += num_lists
         if not requests or runner.exhausted:

@@ -184,7 +184,7 @@ def test_a_row_of_json_without_the_field_is_a_row_without_text(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", [{"_id": "a"}, {"_id": "b", "text": "one"}, {"_id": "c"}, {"text": "two"}])
     *found, left_out = read(tmp_path / "rows.jsonl")
     assert [each.document.text for each in found] == ["one", "two"]
-    assert left_out == LeftOut("rows.jsonl", "rows without text", "2 of 4 rows")
+    assert left_out == LeftOut("rows.jsonl", "rows without text", "2 of 4 rows", 2)
 
 
 def test_a_named_column_that_a_table_lacks_is_reported_and_its_rows_are_read(tmp_path):

@@ -124,6 +124,10 @@ BAD = [
     (JUDGED, "judgments has no effect without --levels grades"),
     ([*JUDGED, "--levels", "grades", "--corpus", "pairs.jsonl"], "corpus is always judged/corpus.jsonl with these"),
     (["--document-vectors", "[d, d]"], "document_vectors must have one folder for each model (1)"),
+    (["--num-probes", "4"], "num_probes needs --index ivf, got 4"),
+    (["--num-lists", "4", "--index", "exact"], "num_lists needs --index ivf"),
+    (["--gpu-memory-gib", "4"], "gpu_memory_gib needs --gpu and --index exact, got 4"),
+    (["--gpu-memory-gib", "4", "--gpu", "true", "--index", "ivf"], "gpu_memory_gib needs --gpu and --index exact"),
     (["--output", "mined.csv"], "output must end in .parquet or .jsonl, got 'mined.csv'"),
 ]
 

@@ -75,6 +75,14 @@ def test_rows_of_a_table_need_a_column(model, capsys, tmp_path):
     assert (row["title"], row["text"], row["document"]) == ("Why?", "The lazy dog.", "faq.csv#2")
 
 
+def test_rows_without_text_are_counted_as_rows(model, capsys):
+    Path("faq.jsonl").write_text('{"text": "A sequence of one length."}\n' + '{"text": " "}\n{"text": null}\n')
+    assert passages(model, "faq.jsonl") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "left out faq.jsonl: rows without text (2 of 3 rows)"
+    assert [line.split() for line in lines if line.startswith("rows")] == [["rows", "without", "text", "2"]]
+
+
 def test_user_errors_are_one_line(docs, model, capsys, tmp_path):
     Path("empty").mkdir()
     Path("mine.jsonl").write_text("{}")

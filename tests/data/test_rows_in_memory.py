@@ -48,6 +48,11 @@ def test_equal_rows_reuse_the_same_file_and_other_rows_get_another(tmp_path, hel
     assert sorted(map(str, first.parent.iterdir())) == sorted([str(first), other])
 
 
+def test_the_cache_may_have_a_dollar_sign_in_its_path(tmp_path):
+    source = source_from_rows(pairs(3), name="a", cache_dir=tmp_path / "$NOT_SET")
+    assert len(open_source(source, tmp_path / "cache")) == 3
+
+
 def test_arrays_are_written_as_lists(tmp_path):
     row = {"query": np.str_("q"), "positive": np.array(["p", "r"]), "score": np.float32(0.5), "id": torch.tensor(3)}
     source = source_from_rows([row, *pairs(1)], name="a", cache_dir=tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import file_sha256, write_manifest
-from embeddings.inference.context import choose_context, documents_sha256, draw_documents, sample_context, sample_rows
+from embeddings.inference.context import choose_context, documents_sha256, sample_context, sample_rows
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import Document, encode_corpus
 from tests.helpers.refusals import refused
@@ -109,7 +109,6 @@ def test_an_impossible_context_is_refused(encoder, tmp_path):
     for size in (0, -1, 6):
         with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
             choose_context(encoder, corpus, size)
-    refused(OptionError, "context_size must be >= 1, got 0", draw_documents, corpus, 0)
     refused(OptionError, "context must have at least one document", sample_context, encoder, [])
     refused(InputError, r"empty\.jsonl", choose_context, encoder, write_corpus(tmp_path / "empty.jsonl", []))
     for encode in (lambda: choose_context(plain, corpus), lambda: plain.encode_context(["a"])):

@@ -52,6 +52,13 @@ def test_a_row_is_the_row_of_the_corpus_with_its_vector(encoder, tmp_path):
     assert about["model_sha256"] == json.loads((tmp_path / "out.parquet.manifest.json").read_text())["model_sha256"]
 
 
+def test_the_corpus_is_hashed_once(encoder, tmp_path, monkeypatch):
+    corpus, hashed = write_passages(tmp_path / "passages.jsonl"), []
+    monkeypatch.setattr(module, "file_sha256", lambda path: hashed.append(path) or "hash")
+    encode_table(encoder, corpus, tmp_path / "out.parquet")
+    assert hashed == [corpus]
+
+
 def test_columns_and_parquet_input_and_missing_fields(encoder, tmp_path):
     corpus = tmp_path / "rows.jsonl"
     corpus.write_text("".join(json.dumps({"id": number, "body": text}) + "\n" for number, text in enumerate(TEXTS)))

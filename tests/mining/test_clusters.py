@@ -65,8 +65,6 @@ def test_both_orders_are_trained_on_and_the_best_run_is_kept(features, source, t
     assert (folder.centroids == max(runs, key=lambda found: found.objective).centroids).all()
     assert (trained[0] == np.concatenate(features.both_orders(np.arange(60)))).all()
     assert trained[0] is trained[2]
-    cluster_pairs(features, source, tmp_path / "few", ClusterSettings(num_clusters=5, max_training_rows=7, num_runs=1))
-    assert trained[-1].shape == (14, 16)
 
 
 def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_path, monkeypatch):
@@ -110,9 +108,7 @@ def test_many_rows_are_sampled_by_default_and_all_are_assigned(features, source,
     assert len(trained[0]) == 2 * 23
     expected = (features.rows(np.arange(60)) @ folder.centroids.T).argmax(axis=1)
     assert np.load(tmp_path / "sampled" / "cluster_ids.npy").tolist() == expected.tolist()
-    # The same sample by its size, and all rows where they are few, however they are asked for.
-    cluster_pairs(features, source, tmp_path / "rows", replace(settings, max_training_rows=23))
-    assert content(tmp_path / "rows") == content(tmp_path / "sampled")
+    # All rows where they are few, however they are asked for.
     for name, per_cluster, least in (("least", 1, 60), ("all", None, 20), ("bound", 24, 20)):
         monkeypatch.setattr(clusters, "MAX_FITTED_ROWS", least)
         cluster_pairs(features, source, tmp_path / name, replace(settings, vectors_per_cluster=per_cluster))
@@ -127,7 +123,6 @@ def test_the_default_sample_is_256_vectors_per_cluster_of_more_than_131072_rows(
 
     assert [rows(131_072), rows(200_000), rows(1_000_000)] == [None, 131_072, 128 * 1954]
     assert rows(1_000_000, vectors_per_cluster=None) is None
-    assert rows(1_000_000, max_training_rows=900_000) == 900_000
     assert rows(1_000_000, cluster_size=128) is None
 
 
@@ -225,12 +220,11 @@ def test_k_follows_the_cluster_size_and_the_format_bounds_the_rows():
     [
         ({"num_clusters": 61}, "num_clusters must not exceed the 60 rows, got 61"),
         ({"num_clusters": 0}, "num_clusters must be >= 1, got 0"),
+        ({"num_iterations": 0}, "num_iterations must be >= 1, got 0"),
         ({"cluster_size": 0}, "cluster_size must be >= 1, got 0"),
         ({"shard_size": -1}, "shard_size must be >= 1"),
         ({"vectors_per_cluster": 0}, "vectors_per_cluster must be >= 1, got 0"),
-        ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
         ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
-        ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows needs 0.1 GiB"),
     ],
 )
 def test_invalid_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):

@@ -162,8 +162,9 @@ def test_block_sizes_fit_any_accepted_memory(memory, width):
 
 def test_too_little_memory_is_refused_with_the_minimum(tmp_path):
     documents = shards(tmp_path, unit_vectors(300, 64), 100)
-    search = ExactSearch(documents, memory_gib=1e-5).search
-    message = refused(OptionError, "gpu_memory_gib must be >= ", search, unit_vectors(2, 64), 20)
+    for memory in (0, 1e-5):
+        search = ExactSearch(documents, memory_gib=memory).search
+        message = refused(OptionError, "gpu_memory_gib must be >= ", search, unit_vectors(2, 64), 20)
     minimum = float(message.split(">= ")[1].split()[0])
     found = ExactSearch(documents, memory_gib=minimum).search(unit_vectors(2, 64), 20)
     assert_best(found, unit_vectors(2, 64), np.concatenate(list(documents)), 20)

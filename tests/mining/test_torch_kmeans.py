@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from embeddings.common import OptionError
-from embeddings.mining import ClusterSettings, spherical_kmeans, torch_kmeans
-from embeddings.mining.kmeans import kmeans_run, nearest_centroids, neighbour_lists
+from embeddings.mining import ClusterSettings, torch_kmeans
+from embeddings.mining.kmeans import check_gpu, kmeans_run, nearest_centroids, neighbour_lists
 from embeddings.mining.torch_kmeans import DeviceCentroids, DeviceVectors, device_kmeans
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 from tests.helpers.refusals import refused
@@ -106,17 +106,15 @@ def test_a_run_on_a_gpu_starts_as_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch_kmeans, "device_kmeans", on_cpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     vectors = unit_vectors(300, 8)
-    found, expected = (spherical_kmeans(vectors, 12, num_iterations=20, seed=3, gpu=gpu) for gpu in ("torch", None))
-    assert devices == ["cuda"] * 3
+    found, expected = (kmeans_run(vectors, 12, num_iterations=20, seed=3, gpu=gpu) for gpu in ("torch", None))
+    assert devices == ["cuda"]
     assert found.objective == pytest.approx(expected.objective, abs=1e-6)
     np.testing.assert_allclose(found.centroids, expected.centroids, atol=2e-6)
 
 
 def test_a_library_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(OptionError, "gpu needs a CUDA device", kmeans_run, unit_vectors(20), 2, gpu="torch")
-    if not hasattr(faiss, "StandardGpuResources"):
-        refused(OptionError, "gpu needs a build of faiss for GPUs", kmeans_run, unit_vectors(20), 2, gpu="faiss")
+    refused(OptionError, "gpu needs a CUDA device", check_gpu, "torch")
     refused(OptionError, "gpu_library has no effect on a CPU", ClusterSettings, gpu_library="faiss")
 
 

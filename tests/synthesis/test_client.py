@@ -19,7 +19,6 @@ def read(value):
 
 
 REQUEST = make_request("example/short_long-0/0", "Write something.", 7, read)
-LIST_REQUEST = make_request("tasks/short_long/0", "Write a list.", 7, read, wants_object=False)
 
 
 def ask(reply, sampling=None, request=REQUEST, **limits):
@@ -72,17 +71,14 @@ def test_a_streamed_answer_is_the_whole_answer(reply):
 
 
 def test_the_options_of_a_request_reach_the_endpoint():
-    sampling = Sampling("m", None, 99, "max_completion_tokens", True, {"reasoning_effort": "low"})
+    sampling = Sampling("m", None, 99, "max_completion_tokens", {"reasoning_effort": "low"})
     _, server = ask(Reply("[1]"), sampling)
     (body,) = server.requests
     assert body["max_completion_tokens"] == 99
-    assert body["response_format"] == {"type": "json_object"}
     assert body["reasoning_effort"] == "low"
     assert not {"temperature", "max_tokens"} & set(body)
-    _, server = ask(Reply("[1]"), sampling, LIST_REQUEST)
-    assert "response_format" not in server.requests[0]
     schema = {"type": "object", "properties": {}}
-    for request, expected in ((REQUEST._replace(schema=schema), "json_schema"), (LIST_REQUEST, None)):
+    for request, expected in ((REQUEST._replace(schema=schema), "json_schema"), (REQUEST, None)):
         _, server = ask(Reply("[1]"), Sampling("m", json_schema=True), request)
         form = server.requests[0].get("response_format", {})
         assert form.get("type") == expected
