@@ -115,6 +115,7 @@ class CDEModule(ContrastiveModule):
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
         first_stage_backbone: The first stage's encoder, with the same tokenizer; None for another copy of `backbone`.
+            Not with `initial_model`, where the options of `backbone` apply to both stages.
         context: Which documents are context, and how the model encodes them.
         first_stage_training: Objective, steps and learning rate of the first stage; by default as in the paper.
         loss: InfoNCE. The paper: temperature 0.02 and a false-negative filter (Eq. 4).
@@ -159,6 +160,9 @@ class CDEModule(ContrastiveModule):
         normalize: bool = True,
         seed: int | None = None,
     ) -> None:
+        if first_stage_backbone is not None and initial_model is not None:
+            rule, fix = "has no effect with initial_model, from which both stages start", "set it to null"
+            raise OptionError("model.first_stage_backbone", first_stage_backbone.name, rule, fix)
         first_stage = first_stage_backbone or backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run_seed(seed))
