@@ -60,9 +60,12 @@ def plain_gradient(step: TinyStep, batch: ContrastiveBatch) -> tuple[float, Tens
     return output.loss.item(), gradient_vector(step)
 
 
-def cached_gradient(step: TinyStep, batch: ContrastiveBatch, engine: GradCache, **kwargs: Any) -> tuple[float, Tensor]:
+def cached_gradient(
+    step: TinyStep, batch: ContrastiveBatch, engine: GradCache, scale: float = 1.0
+) -> tuple[float, Tensor]:
     step.zero_grad()
-    output = engine.step(step, batch, **kwargs)
+    output = engine.forward_backward(step, batch, scale=scale)
+    (output.loss * scale).backward()
     return output.loss.item(), gradient_vector(step)
 
 
