@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from embeddings.common import ContrastiveBatch, OptionError
-from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter, similarity_matrix
+from embeddings.losses import InfoNCE, MatryoshkaInfoNCE, SurrogateFilter
 from tests.helpers.contrastive import Record, batch_of, random_batch, random_records, relative_error
 from tests.losses import test_masks
 from tests.losses.test_masks import dense_loss, is_negative_mask
 
 
 def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: float) -> float:
-    score, mask, total = similarity_matrix(query, candidate).tolist(), is_negative_mask(batch).tolist(), 0.0
+    score = (F.normalize(query) @ F.normalize(candidate).T).tolist()
+    mask, total = is_negative_mask(batch).tolist(), 0.0
     for row in range(len(batch)):
         positive = math.exp(score[row][row] / temperature)
         others = [math.exp(score[row][column] / temperature) for column, used in enumerate(mask[row]) if used]
