@@ -33,7 +33,6 @@ class GivenPrompt(TypedDict):
 # The name of one of the model's prompts, a prompt as text, or None for the prompt named like the role.
 PromptChoice = str | GivenPrompt | None
 
-# The settings that are lengths.
 LENGTHS = ("query_max_length", "document_max_length")
 # Value of a setting that is not set.
 _UNSET: Any = None
@@ -207,7 +206,6 @@ def one_line(message: str, limit: int = 300) -> str:
     line = printable(re.sub(r"\s+", " ", message).strip())
     if len(line) <= limit:
         return line
-    # A message begins with what failed and ends with the reason.
     first = (limit - 3) // 3
     return f"{line[:first]}...{line[first + 3 - limit :]}"
 

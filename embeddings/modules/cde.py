@@ -115,7 +115,7 @@ class CDEModule(ContrastiveModule):
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
         first_stage_backbone: The first stage's encoder, with the same tokenizer; None for another copy of `backbone`.
-            Not with `initial_model`, where the options of `backbone` apply to both stages.
+            Not with `initial_model`, from which both stages start.
         context: Which documents are context, and how the model encodes them.
         first_stage_training: Objective, steps and learning rate of the first stage; by default as in the paper.
         loss: InfoNCE. The paper: temperature 0.02 and a false-negative filter (Eq. 4).

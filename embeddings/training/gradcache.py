@@ -42,8 +42,6 @@ QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """Texts that are encoded together."""
-
     group: int  # `QUERY`, `CANDIDATE` or `CONTEXT`
     rows_n: Tensor  # rows of the texts in the group, (n,) int64 on the CPU
     first: int  # position of the first text among the group's texts in the order of the plan, longest first
