@@ -109,10 +109,13 @@ class TextSettings:
             rule = "does not support suffix or pool_start: false"
             raise OptionError("data.text.pooling_rule", self.pooling_rule, rule, "set suffix: '' and pool_start: true")
 
-        if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
+        if self.default_prompt_name is not None:
+            self._require_prompt("data.text.default_prompt_name", self.default_prompt_name)
+
+    def _require_prompt(self, option: str, name: str) -> None:
+        if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            rule = f"must name a prompt of the model ({known})"
-            raise OptionError("data.text.default_prompt_name", self.default_prompt_name, rule, "leave it out")
+            raise OptionError(option, name, f"must name a prompt of the model ({known})", "leave it out")
 
     def max_length(self, role: TextRole) -> int:
         return self.query_max_length if role == "query" else self.document_max_length
@@ -126,9 +129,7 @@ class TextSettings:
                 rule = f"may contain {INSTRUCTION} only for the queries of records"
                 raise OptionError("prompt", name["text"], rule, "replace it with the instruction")
             return name["text"]
-        if name not in self.prompts:
-            known = ", ".join(sorted(self.prompts)) or "none"
-            raise OptionError("prompt_name", name, f"must name a prompt of the model ({known})", "leave it out")
+        self._require_prompt("prompt_name", name)
         return self.prompts[name]
 
     def prompt_or_default(self, prompt: str | None, role: TextRole) -> str:
