@@ -204,7 +204,7 @@ class GradCache:
     def step(self, step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
         """Run a full step: the gradient of the loss is added to the parameters' `.grad`."""
         output = self.forward_backward(step, batch)
-        output.loss.backward()
+        torch.autograd.backward(output.loss)
         return LossOutput(output.loss.detach(), output.terms)
 
     def forward_backward(

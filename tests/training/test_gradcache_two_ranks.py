@@ -18,6 +18,7 @@ from embeddings.common import ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.training import GradCache
+from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
@@ -30,7 +31,7 @@ from tests.helpers.contrastive import (
 )
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import tiny_bert, tiny_mistral
-from tests.training.test_gradcache import TOLERANCE, errors, lora
+from tests.training.test_gradcache import TOLERANCE, counting_passes, errors, lora
 
 ENGINES = {
     "one text": GradCache(mini_batch_texts=1),
@@ -63,8 +64,8 @@ class StepModule(nn.Module):
         self.step, self.engine = step, engine
 
     def forward(self, batch: ContrastiveBatch) -> Tensor:
-        output = self.step.plain_loss(batch) if self.engine is None else self.engine.forward_backward(self.step, batch)
-        return output.loss
+        forward = plain_step if self.engine is None else self.engine.forward_backward
+        return forward(self.step, batch).loss
 
 
 class LateParameter(TinyStep):
@@ -78,16 +79,6 @@ class LateParameter(TinyStep):
         vector_ND = super().embed(tokens).vector_ND
         long_N1 = (tokens.lengths_N > 5)[:, None]
         return Representations(torch.where(long_N1, vector_ND + self.bias, vector_ND) if long_N1.any() else vector_ND)
-
-
-class CountingStep(TinyStep):
-    """Counts its forwards."""
-
-    num_forwards = 0
-
-    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        self.num_forwards += 1
-        return super().embed(tokens)
 
 
 def make_step(
@@ -117,7 +108,7 @@ def under_ddp(step: TinyStep, engine: GradCache | None, batch: ContrastiveBatch)
 def of_one_process(num_negatives: int = 1, **options: Any) -> Tensor:
     """The gradient of one process with the whole batch."""
     step = make_step(False, **options)
-    step.plain_loss(batch_of(records(num_negatives))).loss.backward()
+    plain_step(step, batch_of(records(num_negatives))).loss.backward()
     return gradient_vector(step)
 
 
@@ -156,10 +147,11 @@ def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
     """Forwards of rank 0 with two texts or rank 1 with ten, without and with equal mini-batches."""
     counts = []
     for equal in (False, True):
-        step = CountingStep(tiny_bert().double())
+        step = TinyStep(tiny_bert().double())
+        passes = counting_passes(step)
         shard = [Record([7] * 3, [8 + row] * 3) for row in range((1, 5)[rank])]
         GradCache(mini_batch_texts=1, kept_fraction=0.3, equal_mini_batches=equal).step(step, batch_of(shard))
-        counts.append(step.num_forwards)
+        counts.append(sum(passes.values()))
     return counts[0], counts[1]
 
 
@@ -178,7 +170,7 @@ def of_two_stages(rank: int, dtype: torch.dtype) -> dict[str, float]:
 
     def reference(num_negatives: int = 1) -> Tensor:
         step = contextual(False, dtype=dtype)
-        step.plain_loss(with_shared_context(batch_of(records(num_negatives)))).loss.backward()
+        plain_step(step, with_shared_context(batch_of(records(num_negatives)))).loss.backward()
         return gradient_vector(step)
 
     def found(engine: GradCache | None, batch: ContrastiveBatch, dropout: float = 0.0) -> Tensor:
