@@ -14,7 +14,7 @@ from embeddings.losses import InfoNCE
 from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.models.bidirectional import layers
 from embeddings.models.compilation import compile_layers
-from embeddings.training.gradcache import GradCache
+from embeddings.training.gradcache import GradCache, plain_step
 from tests.compression.models import build
 from tests.compression.test_layerwise import Pruned, some_tokens
 from tests.helpers.contrastive import (
@@ -48,7 +48,7 @@ def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient(
     cached = copy.deepcopy(plain)
     batch = random_batch(6, 2).to("cuda")
     with torch.autocast("cuda", torch.bfloat16):
-        loss = plain.plain_loss(batch).loss
+        loss = plain_step(plain, batch).loss
         output = GradCache(mini_batch_tokens=16).forward_backward(cached, batch)
     loss.backward()
     output.loss.backward()

@@ -30,13 +30,9 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 Place = tuple[str, ...]
 
 
-def _detached(tensor: Tensor, place: Place) -> Tensor:
-    return tensor.detach()
-
-
 def plain(
     value: Any,
-    replace: Callable[[Tensor, Place], Tensor] = _detached,
+    replace: Callable[[Tensor, Place], Tensor] = lambda tensor, _: tensor.detach(),
     place: Place = (),
     kinds: tuple[type, ...] = (Tensor, nn.Parameter),
 ) -> Any:

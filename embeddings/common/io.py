@@ -220,7 +220,6 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSON Lines, atomically."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 

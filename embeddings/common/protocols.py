@@ -32,6 +32,7 @@ class BatchNeeds:
     masks_text: bool = True  # whether candidates with the query's text are masked
     masks_class: bool = True  # whether candidates with the query's label are masked
     only_hard_negatives: bool = False  # whether the loss is 0 without hard negatives
+    compares_documents: bool = False  # whether the loss also compares documents with the queries of others
 
 
 @runtime_checkable

@@ -33,7 +33,6 @@ class GivenPrompt(TypedDict):
 # The name of one of the model's prompts, a prompt as text, or None for the prompt named like the role.
 PromptChoice = str | GivenPrompt | None
 
-# The settings that are lengths.
 LENGTHS = ("query_max_length", "document_max_length")
 # Value of a setting that is not set.
 _UNSET: Any = None
@@ -110,10 +109,13 @@ class TextSettings:
             rule = "does not support suffix or pool_start: false"
             raise OptionError("data.text.pooling_rule", self.pooling_rule, rule, "set suffix: '' and pool_start: true")
 
-        if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
+        if self.default_prompt_name is not None:
+            self._require_prompt("data.text.default_prompt_name", self.default_prompt_name)
+
+    def _require_prompt(self, option: str, name: str) -> None:
+        if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            rule = f"must name a prompt of the model ({known})"
-            raise OptionError("data.text.default_prompt_name", self.default_prompt_name, rule, "leave it out")
+            raise OptionError(option, name, f"must name a prompt of the model ({known})", "leave it out")
 
     def max_length(self, role: TextRole) -> int:
         return self.query_max_length if role == "query" else self.document_max_length
@@ -127,9 +129,7 @@ class TextSettings:
                 rule = f"may contain {INSTRUCTION} only for the queries of records"
                 raise OptionError("prompt", name["text"], rule, "replace it with the instruction")
             return name["text"]
-        if name not in self.prompts:
-            known = ", ".join(sorted(self.prompts)) or "none"
-            raise OptionError("prompt_name", name, f"must name a prompt of the model ({known})", "leave it out")
+        self._require_prompt("prompt_name", name)
         return self.prompts[name]
 
     def prompt_or_default(self, prompt: str | None, role: TextRole) -> str:
@@ -207,7 +207,6 @@ def one_line(message: str, limit: int = 300) -> str:
     line = printable(re.sub(r"\s+", " ", message).strip())
     if len(line) <= limit:
         return line
-    # A message begins with what failed and ends with the reason.
     first = (limit - 3) // 3
     return f"{line[:first]}...{line[first + 3 - limit :]}"
 

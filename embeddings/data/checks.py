@@ -26,6 +26,9 @@ def check_negatives_asked_for(
 
     `num_queries` is the number of queries whose candidates a batch compares.
     """
+    if needs.compares_documents and not any(_has_in_batch(source, needs, num_queries) for source in sources):
+        rule, fix = "has no effect if no source has in-batch negatives", "set query_to_document"
+        raise OptionError("model.loss.directions", "both", rule, fix)
     for source in sources:
         if (source.num_negatives or 0) > num_negatives:
             rule = f"must not exceed data.num_negatives, which is {num_negatives}"

@@ -350,7 +350,6 @@ class EmbeddingDataModule(PlannedDataModule):
         self._template = self.text.instruction_template
 
     def check_before_model(self, trainer: Trainer) -> None:
-        """Check files and surrogate vectors."""
         surrogates = [source.surrogate_vectors for source in self.sources if source.surrogate_vectors is not None]
         run_checks(
             [
@@ -445,7 +444,6 @@ def batch_needs(module: LightningModule | None) -> BatchNeeds:
 
 
 def base_tokenizer(module: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the trained module."""
     if not isinstance(module, TokenizedModule) or module.tokenizer is None:
         rule = "must have a tokenizer, with which the data are prepared"
         raise OptionError("model", type(module).__name__, rule, "set its attribute `tokenizer`")

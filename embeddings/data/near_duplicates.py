@@ -133,7 +133,6 @@ class NearDuplicates:
         retained: "_RetainedRows",
         sets: "_CachedSets",
     ) -> None:
-        """Mark the near-copies among consecutive rows."""
         row_C, other_C = retained.candidates(row_B)
         equal_PC = self._num_equal(signature_NKB.take(row_C, axis=0), signature_NKB.take(other_C, axis=0))
         close_c = np.flatnonzero((equal_PC >= self._least_equal).all(axis=0))

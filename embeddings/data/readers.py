@@ -364,7 +364,6 @@ class HubReader(Reader):
         # Streaming retries an unreachable Hub for half a minute, with a log line each time.
         ask_commit(self.name, self.commit)
         try:
-            # Slow to import, and most runs read files.
             from datasets import load_dataset
 
             options = {"split": self.split, "revision": self.commit, "streaming": True}

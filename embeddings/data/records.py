@@ -297,15 +297,12 @@ Read = Callable[[str, Any], T]
 
 
 class _Row:
-    """Parser of one row."""
-
     def __init__(self, fields: Mapping[str, Any], columns: Columns, where: str, wanted: tuple[str, ...]) -> None:
         self.fields, self.columns, self.where = fields, columns, where
         is_mapped = any(columns.values())
         self.substitutes: Mapping[str, tuple[str, ...]] = {} if is_mapped else substitute_columns(fields, wanted)
 
     def required(self, field: str, read: Read[T]) -> T:
-        """The parsed value of a field that must be present."""
         return read(field, self._value(field))
 
     def optional(self, field: str, read: Read[T]) -> T | None:
@@ -581,7 +578,6 @@ def record_schema(graded: bool, scored: bool = False) -> pa.Schema:
 
 
 def record_table(records: Sequence[Record], graded: bool) -> pa.Table:
-    """The records as a table with `record_schema`."""
     return pa.Table.from_pylist([_fields(record, graded) for record in records], record_schema(graded))
 
 

@@ -290,7 +290,6 @@ class HashedFile:
             raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
 
     def is_current(self) -> bool:
-        """Whether the file is unchanged since it was hashed."""
         return self.path.exists() and _stamp(self.path) == self._stamp
 
     def remember(self) -> None:
@@ -336,7 +335,6 @@ class SourceInputs:
         return [open_reader(file.path, columns, required) for file in self._files]
 
     def require_unchanged(self) -> None:
-        """Check that the files are unchanged since they were hashed."""
         for file in self._files:
             if not file.is_current():
                 raise InputError(str(file.path), "the file changed while it was read", "run again after it is written")

@@ -157,7 +157,6 @@ class Table:
         return self._take(["negatives"], indices)[0]
 
     def levels(self, indices: Sequence[int] | Int64s) -> list[list[int]]:
-        """The levels of the negatives of the rows at `indices`."""
         return self._take(["levels"], indices)[0]
 
     def labels(self) -> NDArray[np.int32]:

@@ -48,7 +48,6 @@ from embeddings.data.sources import Origin, SourceInputs, check_files, check_nam
 from embeddings.data.store import converted_folder
 from embeddings.data.tokenize import copied_backend
 
-# Names for lists of packages.
 PACKAGE_LISTS = {"training": TRAINING_PACKAGES, "held_out": HELD_OUT_PACKAGES}
 
 
@@ -334,7 +333,6 @@ class TextDataModule(PlannedDataModule):
         self._validation_rows: RowMixture | None = None
 
     def check_before_model(self, trainer: Trainer) -> None:
-        """Check files and packages."""
         sources = [*self.sources, *self.validation_sources]
         run_checks([lambda: check_files(sources), *(source.check for source in sources)])
 

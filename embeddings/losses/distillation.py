@@ -99,7 +99,6 @@ class SimilarityDistillation(Distillation):
         teacher_CS = gather_rows(teacher.candidate_CS, masks.candidate_counts).to(query_BD.dtype)
 
         def of_tile(tile_rD: Tensor, all_CD: Tensor, scale: Tensor, rows: slice) -> Tensor:
-            """The sum of the divergences of one tile of rows."""
             student_rC = scale * tile_rD @ all_CD.T
             # NaN for a candidate without a teacher vector, and in the whole row of a query without one.
             teacher_rC = teacher_QS[rows] @ teacher_CS.T / self.teacher_temperature

@@ -354,12 +354,6 @@ def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
     return unit_ND
 
 
-def similarity_matrix(query_BD: Tensor, candidate_CD: Tensor, similarity: Similarity = "cosine") -> Tensor:
-    """The similarities of queries (B, D) and candidates (C, D), (B, C) float32, or float64 for float64 input."""
-    with torch.autocast(query_BD.device.type, enabled=False):
-        return comparable(query_BD, similarity) @ comparable(candidate_CD, similarity).T
-
-
 class _UnitNorm(torch.autograd.Function):
     """v / |v|; a zero vector stays zero and gets no gradient."""
 

@@ -72,7 +72,6 @@ class AnchorTokenPooling(Pooling):
 
     @property
     def needs_both_ways(self) -> bool:
-        """Whether the weights need bidirectional attention."""
         return self.axis == "key" and not self.by_visible_queries
 
     def forward(

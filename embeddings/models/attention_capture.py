@@ -54,7 +54,6 @@ class AttentionCapture:
             object.__setattr__(module, "embeddings_capture", (self, original._attn_implementation))
 
     def detach(self) -> None:
-        """Restore the configs of the layers."""
         for module, original in zip(self._modules, self._original_configs, strict=True):
             module.config = original
             object.__delattr__(module, "embeddings_capture")
@@ -113,7 +112,6 @@ def _captured_attention(
 
 
 def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A layer's attention function of this name."""
     if name == "eager":
         eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
         return eager

@@ -104,7 +104,6 @@ def check_attention(name: str | None, owner: str) -> None:
 
 
 def check_quantization(config: BackboneConfig, has_lora: bool) -> None:
-    """Refuse 4-bit weights without LoRA, a CUDA GPU and bitsandbytes."""
     if config.quantization is None:
         return
     option, value = "backbone.quantization", config.quantization
@@ -425,7 +424,6 @@ def _dropouts(config: PretrainedConfig) -> dict[str, float]:
 
 
 def attention_dropouts(config: PretrainedConfig) -> dict[str, float]:
-    """The attention-dropout probabilities of a config, by field name."""
     return {name: value for name, value in _dropouts(config).items() if name.startswith("att")}
 
 

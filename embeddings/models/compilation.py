@@ -71,7 +71,6 @@ def compile_if_possible(backbone: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether any submodule is compiled."""
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 

@@ -180,8 +180,7 @@ class ContextualEmbedder(Embedder):
         """The vectors of context documents without padding, (M, H); truncated and pooled as in `FirstStage`."""
         first, limit = self.first_stage, self.first_stage.max_length
         if limit is not None and int(tokens.lengths_N.max()) > limit:
-            tokens = take_texts(tokens, torch.arange(len(tokens)), limit)
-            tokens.pooling_mask_T[sum(tokens.placed()) - 1] = True
+            tokens = truncated(tokens, torch.arange(len(tokens)), limit)
         state_TH, places = unpadding.states(first.backbone, tokens)
         pooled_T = torch.ones_like(tokens.pooling_mask_T) if first.pools_prompt else tokens.pooling_mask_T
         return first.project(first.pooling.of_unpadded(state_TH, pooled_T, places))
@@ -273,6 +272,13 @@ def load_embedder(
     """Load a directory or Hub id as an `Embedder` or `ContextualEmbedder`; arguments as in `from_pretrained`."""
     kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
     return kind.from_pretrained(name, revision, device, dtype)
+
+
+def truncated(tokens: TokenBatch, rows_n: Tensor, max_length: int) -> TokenBatch:
+    """Context documents `rows_n` with at most `max_length` tokens; their last token is pooled, also within a prompt."""
+    tokens = take_texts(tokens, rows_n, max_length)
+    tokens.pooling_mask_T[sum(tokens.placed()) - 1] = True
+    return tokens
 
 
 def check_dropout(fraction: float, has_null: bool, option: str) -> None:

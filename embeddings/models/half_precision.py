@@ -102,7 +102,6 @@ class _FloatBackward(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """See torch's `scaled_dot_product_attention`."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         inputs: list[Any] = [
             each.to(dtype) if each is not None and each.is_floating_point() else each

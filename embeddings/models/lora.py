@@ -167,7 +167,6 @@ def four_bit_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_four_bit(weight: Any) -> bool:
-    """Whether a weight is a 4-bit parameter of bitsandbytes."""
     return type(weight).__name__ == "Params4bit"
 
 

@@ -39,7 +39,6 @@ _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_WIDTH = 256
 # Padded lengths on a GPU in half precision are multiples of this.
 _MULTIPLE = 8
-# Lengths of the texts for testing a backbone.
 _TRIAL_LENGTHS = (5, 3, 1)
 
 
@@ -200,7 +199,6 @@ def _head_width(plain: PreTrainedModel) -> int:
 
 
 def has_window(backbone: nn.Module) -> bool:
-    """Whether a backbone has layers with a sliding window."""
     return "sliding_attention" in (getattr(plain_backbone(backbone).config, "layer_types", None) or ())
 
 

@@ -297,8 +297,7 @@ class BaseModule(KeepsArguments, L.LightningModule):
                 rule, hint = "would not keep to the optimiser and its schedule", "use lora, or EMAWeightAveraging"
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
         check_compiler(self, strategy.root_device)
-        device = strategy.root_device
-        if precision.startswith("bf16") and not has_native_bfloat16(device):
+        if precision.startswith("bf16") and not has_native_bfloat16(strategy.root_device):
             logger.warning("trainer.precision %s: this device emulates bfloat16, use 32-true", precision)
 
     def _loss_scaler(self) -> Any:
@@ -414,6 +413,7 @@ class ContrastiveModule(BaseModule):
             masks_text=self.loss.mask_same_text,
             masks_class=self.loss.mask_same_class,
             only_hard_negatives=self.loss.only_hard_negatives,
+            compares_documents=self.loss.directions == "both",
         )
 
     @property

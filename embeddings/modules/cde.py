@@ -20,7 +20,7 @@ from embeddings.losses import InfoNCE
 from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.compilation import set_compilation
-from embeddings.models.contextual import check_dropout
+from embeddings.models.contextual import check_dropout, truncated
 from embeddings.models.pooling import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, initial_text
 from embeddings.training.gradcache import attach_gradient
@@ -115,6 +115,7 @@ class CDEModule(ContrastiveModule):
     Args:
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
         first_stage_backbone: The first stage's encoder, with the same tokenizer; None for another copy of `backbone`.
+            Not with `initial_model`, from which both stages start.
         context: Which documents are context, and how the model encodes them.
         first_stage_training: Objective, steps and learning rate of the first stage; by default as in the paper.
         loss: InfoNCE. The paper: temperature 0.02 and a false-negative filter (Eq. 4).
@@ -159,6 +160,9 @@ class CDEModule(ContrastiveModule):
         normalize: bool = True,
         seed: int | None = None,
     ) -> None:
+        if first_stage_backbone is not None and initial_model is not None:
+            rule, fix = "has no effect with initial_model, from which both stages start", "set it to null"
+            raise OptionError("model.first_stage_backbone", first_stage_backbone.name, rule, fix)
         first_stage = first_stage_backbone or backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run_seed(seed))
@@ -285,13 +289,7 @@ class CDEModule(ContrastiveModule):
         """The texts at `rows`, or all texts, truncated for the first stage."""
         if self.context.max_length is None:
             return tokens if rows is None else take_texts(tokens, rows)
-        rows = torch.arange(len(tokens)) if rows is None else rows
-        tokens = take_texts(tokens, rows, self.context.max_length)
-        # The last token of each text is pooled too: a text truncated within its prompt would have no pooled token.
-        pooling_mask_T = tokens.pooling_mask_T.clone()
-        last_N = torch.cumsum(tokens.lengths_N, 0)[tokens.lengths_N > 0] - 1
-        pooling_mask_T[last_N.to(tokens.device)] = True
-        return TokenBatch(tokens.input_ids_T, pooling_mask_T, tokens.lengths_N)
+        return truncated(tokens, torch.arange(len(tokens)) if rows is None else rows, self.context.max_length)
 
     def _frozen_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that the current step does not change."""

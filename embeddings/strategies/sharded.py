@@ -193,8 +193,6 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
     Args:
         stage: ZeRO stage, 1 to 3.
-        offload_optimizer: Whether to keep the optimiser state in CPU memory.
-        offload_parameters: Whether to keep weights that are not in use in CPU memory; stage 3 only.
         process_group_backend: "nccl", "gloo" …; None for the device's default.
         timeout: Maximum time that a rank waits for the others in a collective before the run ends.
     """
@@ -211,13 +209,10 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         options: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
-        options |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         super().__init__(stage=stage, **options)
         self.is_sharded = stage == 3
         # From stage 2 on every backward averages its gradients; in stage 1 only the last backward does, for all.
@@ -253,7 +248,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        set_full_state_dict(self.lightning_module, checkpoint["state_dict"])
+        set_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         zero = self.deepspeed_engine.optimizer
@@ -364,11 +359,25 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
     return state
 
 
-def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load full weights, equal on all ranks, into the module and the optimiser's float32 partitions."""
+def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Load full weights, equal on all ranks, into the module and the optimiser's float32 partitions.
+
+    Raises a `RuntimeError`, like torch, for tensors of another shape and, if `strict`, for other names.
+    """
+    own = module.state_dict(keep_vars=True)
+    wrong = own.keys() ^ state.keys() if strict else set()
+    for name in own.keys() & state.keys():
+        # Weights of a frozen base are not in a checkpoint: they are the module's own, which stage 3 leaves empty.
+        if state[name].shape not in (full_shape(own[name]), own[name].shape):
+            wrong.add(name)
+    if wrong:
+        what = f"missing, unexpected or of another shape: {', '.join(sorted(wrong))}"
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {what}")
     from deepspeed.utils import safe_set_full_fp32_param
 
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in own.items():
+        if name not in state:
+            continue
         full = state[name].to(value.device)
         with gathered_parameters([value] if isinstance(value, nn.Parameter) else [], writer=0), torch.no_grad():
             if value.shape == full.shape:

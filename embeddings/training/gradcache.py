@@ -35,7 +35,6 @@ from embeddings.common.random import RandomState
 from embeddings.common.types import moved, plan_mini_batches, take_texts
 
 Backward = Callable[[Tensor], None]
-NoSync = Callable[[], AbstractContextManager[object]]
 
 # The groups of texts that are embedded. The context's documents have a separate encoder.
 QUERY, CANDIDATE, CONTEXT = 0, 1, 2
@@ -43,8 +42,6 @@ QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """Texts that are encoded together."""
-
     group: int  # `QUERY`, `CANDIDATE` or `CONTEXT`
     rows_n: Tensor  # rows of the texts in the group, (n,) int64 on the CPU
     first: int  # position of the first text among the group's texts in the order of the plan, longest first
@@ -204,17 +201,10 @@ class GradCache:
             stages = [extend_plan(stage, count, batch) for stage, count in zip(stages, counts, strict=True)]
         return stages
 
-    def step(
-        self,
-        step: ContrastiveStep,
-        batch: ContrastiveBatch,
-        backward: Backward = Tensor.backward,
-        no_sync: NoSync | None = None,
-        scale: float = 1.0,
-    ) -> LossOutput:
-        """Run a full step: the gradient of `scale` times the loss is added to the parameters' `.grad`."""
-        output = self.forward_backward(step, batch, backward, no_sync, scale)
-        backward(output.loss * scale)
+    def step(self, step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
+        """Run a full step: the gradient of the loss is added to the parameters' `.grad`."""
+        output = self.forward_backward(step, batch)
+        torch.autograd.backward(output.loss)
         return LossOutput(output.loss.detach(), output.terms)
 
     def forward_backward(
@@ -222,7 +212,6 @@ class GradCache:
         step: ContrastiveStep,
         batch: ContrastiveBatch,
         backward: Backward = Tensor.backward,
-        no_sync: NoSync | None = None,
         scale: float = 1.0,
         syncs_each: bool = False,
     ) -> LossOutput:
@@ -232,26 +221,21 @@ class GradCache:
             step: The method.
             batch: The batch.
             backward: Runs a backward from a scalar, outside autocast, for each mini-batch except the last.
-            no_sync: Creates a context in which backwards do not synchronise gradients, for a step whose forward calls
-                the wrapper that synchronises. The last mini-batch is recomputed outside. None if the wrapper is around
-                the caller.
             scale: Factor of the early backwards' gradients; the caller must apply it to the last one.
             syncs_each: Whether every backward averages the gradients of its leaves over the ranks (FSDP2, ZeRO).
                 Otherwise only the last one averages, and it includes each parameter of the step (DDP).
         """
-        passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
+        passes = _TwoPasses(self, step, batch, syncs_each)
         # Sharded weights are gathered for one layer at a time, so their casts cannot be shared.
         with nullcontext() if syncs_each else _shared_casts(step):
+            passes.embed_all()
+            output = passes.loss()
             if not torch.is_grad_enabled():
-                passes.embed_all()
-                return passes.loss()
-            with no_sync() if no_sync else nullcontext():
-                passes.embed_all()
-                output = passes.loss()
-                passes.find_gradients(output.loss)
-                *early, last = passes.second_order()
-                for embedded in early:
-                    passes.run_early(embedded, output.loss, backward, scale)
+                return output
+            passes.find_gradients(output.loss)
+            *early, last = passes.second_order()
+            for embedded in early:
+                passes.run_early(embedded, output.loss, backward, scale)
             return LossOutput(passes.last_surrogate(last, output.loss), output.terms)
 
 
@@ -287,12 +271,9 @@ class _PlannedTexts(NamedTuple):
 class _TwoPasses:
     """The state of one step between the first and the second pass."""
 
-    def __init__(
-        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, keeps_last: bool, syncs_each: bool
-    ) -> None:
-        self.engine, self.budget = engine, engine.budget
+    def __init__(self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, syncs_each: bool) -> None:
+        self.engine, self.budget, self.syncs_each = engine, engine.budget, syncs_each
         self.step, self.batch, self.device = step, batch, batch.device
-        self.keeps_last, self.syncs_each = keeps_last, syncs_each
         self.stages = engine.plan(batch)
         plan = [mini_batch for stage in self.stages for mini_batch in stage]
         self.planned = {
@@ -460,9 +441,6 @@ class _TwoPasses:
         is_counted = index < self.num_kept[stage]
         if index < len(self.stages[stage]) - 1:
             return is_counted
-        if stage == self.first_trained and not self.keeps_last:
-            # Its backward ends the step, and the wrapper needs its forward outside `no_sync`.
-            return False
         # The last forward's graph fits if no kept graphs use a memory budget. Among many mini-batches it saves too
         # little time for its memory, which the loss could use.
         is_last_forward = stage == len(self.stages) - 1 and len(self.stages[stage]) <= FEW_MINI_BATCHES

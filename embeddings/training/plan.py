@@ -77,8 +77,6 @@ class Texts:
 
 @dataclass(frozen=True)
 class Setting:
-    """The options of a step."""
-
     num_ranks: int = 1
     strategy: StrategyName = "single"
     half_products: bool = True  # whether autocast computes matrix products in 16 bits

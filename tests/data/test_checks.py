@@ -104,6 +104,15 @@ def test_one_query_in_a_batch_or_a_loss_of_hard_negatives_alone_has_no_in_batch_
     refused(InputError, says, check_negatives_found, [source(tmp_path, pairs(3))], hard, 7, 8)
 
 
+def test_both_directions_without_in_batch_negatives_are_refused():
+    both = replace(NEEDS["source"], compares_documents=True)
+    alone, shared = SourceConfig("s", "s.jsonl", in_batch_negatives=False), SourceConfig("t", "t.jsonl")
+    check_negatives_asked_for([alone, shared], both, 7, 8)
+    says = "model.loss.directions has no effect if no source has in-batch negatives, got 'both'; set query_to_document"
+    for sources, num_queries in (([alone], 8), ([shared], 1)):
+        refused(OptionError, says, check_negatives_asked_for, sources, both, 7, num_queries)
+
+
 def with_labels(folder, *labels, **options):
     rows = [row | {"label": label} for row, label in zip(pairs(len(labels)), labels, strict=True)]
     return [source(folder, rows, **options)]

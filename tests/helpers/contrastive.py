@@ -92,6 +92,11 @@ def with_context(batch: ContrastiveBatch, num_context: int = 5) -> ContrastiveBa
     return replace(batch, context=take_texts(batch.candidate, rows_M))
 
 
+def mean_state(state_NLH: Tensor, pooling_mask_NL: Tensor) -> Representations:
+    weight_NL1 = pooling_mask_NL.to(state_NLH.dtype)[..., None]
+    return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
+
+
 class TinyStep(nn.Module):
     """A Hugging Face backbone with mean pooling and InfoNCE."""
 
@@ -104,18 +109,13 @@ class TinyStep(nn.Module):
         """The mean state of each text's pooled tokens."""
         texts = tokens.padded()
         state_NLH = self.backbone(texts.input_ids_NL, attention_mask=texts.attention_mask_NL.long()).last_hidden_state
-        weight_NL1 = texts.pooling_mask_NL.to(state_NLH.dtype)[..., None]
-        return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
+        return mean_state(state_NLH, texts.pooling_mask_NL)
 
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
         output: LossOutput = self.loss(query.vector_ND, candidate.vector_ND, batch)
         return output
-
-    def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of the plain step."""
-        return self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
 
 
 class TinyContextualStep(TinyStep):
@@ -144,15 +144,7 @@ class TinyContextualStep(TinyStep):
             inputs_embeds=torch.cat([context_NMH * kept_NM1, word_NLH], dim=1),
             attention_mask=torch.cat([kept_NM1.new_ones(kept_NM1.shape[:2]), texts.attention_mask_NL], dim=1).long(),
         ).last_hidden_state[:, context_NMH.shape[1] :]
-        weight_NL1 = texts.pooling_mask_NL.to(state_NLH.dtype)[..., None]
-        return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
-
-    def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of the plain step with one context for both towers."""
-        context = None if batch.context is None else self.embed_context(batch.context)
-        return self.loss_from_representations(
-            self.embed(batch.query, context), self.embed(batch.candidate, context), batch
-        )
+        return mean_state(state_NLH, texts.pooling_mask_NL)
 
 
 def gradient_vector(module: nn.Module) -> Tensor:

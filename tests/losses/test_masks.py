@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.common.types import take_texts
-from embeddings.losses import InfoNCE, SurrogateFilter, similarity_matrix
+from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.helpers.contrastive import Record, batch_of, random_batch, random_records
 from tests.helpers.ranks import run_on_two_ranks
 
@@ -126,8 +127,8 @@ def dense_loss(
     """InfoNCE from the full matrix of scores, whose positives are on the diagonal."""
     may_compete = torch.tensor(True) if rule is None else ~torch.tensor(filter_reference(batch, rule))
     competes = (is_negative_mask(batch) & may_compete).fill_diagonal_(True)
-    score, count = similarity_matrix(query, candidate) / temperature, len(batch)
-    cross_entropy = partial(torch.nn.functional.cross_entropy, target=batch.positive_index_B, reduction="none")
+    score, count = F.normalize(query) @ F.normalize(candidate).T / temperature, len(batch)
+    cross_entropy = partial(F.cross_entropy, target=batch.positive_index_B, reduction="none")
     loss = cross_entropy(score.masked_fill(~competes, -torch.inf))
     if not both:
         return loss.mean()

@@ -185,10 +185,7 @@ HALF, MIXED, FULL, DOUBLE = (
 @pytest.mark.parametrize("name", ATTENTION)
 def test_the_backward_pass_of_attention_on_a_cpu_is_in_float32(name):
     assert attention_dtypes(ATTENTION[name]()) == MIXED
-
-
-def test_that_of_a_backbone_in_bfloat16_too():
-    assert attention_dtypes(tiny_mistral().bfloat16(), enabled=False) == MIXED
+    assert attention_dtypes(ATTENTION[name]().bfloat16(), enabled=False) == MIXED
 
 
 def test_outside_of_training_and_in_models_of_others_it_is_torchs():

@@ -115,6 +115,12 @@ def test_another_architecture_than_the_initial_models_is_refused(
         CDEModule(BackboneConfig(bert), context=settings, initial_model=str(tmp_path / "one"))
 
 
+def test_a_first_stage_beside_an_initial_model_is_refused(bert: str) -> None:
+    backbone = BackboneConfig(bert)
+    with pytest.raises(OptionError, match=r"model\.first_stage_backbone has no effect with initial_model"):
+        CDEModule(backbone, first_stage_backbone=backbone, initial_model=bert)
+
+
 def test_eight_pairs_are_overfitted_and_every_part_is_trained(tmp_path: Path) -> None:
     # Null vectors fill two of the ten slots.
     config = cde_config(tmp_path, num_context=10)

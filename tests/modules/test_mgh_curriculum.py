@@ -13,8 +13,7 @@ from embeddings.inference import Encoder
 from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
 from embeddings.modules import MGHCurriculumModule
 from embeddings.training import GradCache
-from embeddings.training.gradcache import plain_step
-from tests.helpers.contrastive import batch_of, gradient_vector, random_records, relative_error
+from tests.helpers.contrastive import batch_of, random_records, relative_error
 from tests.helpers.runs import backbone_folder, component, fit
 from tests.modules.mgh_runs import mgh_config
 from tests.modules.test_checkpoints import differences_after_resuming
@@ -87,11 +86,3 @@ def test_eight_pairs_are_overfitted_and_the_exported_model_has_the_same_vectors(
     trained = Encoder(cli.model.embedder, precision="float32").encode(texts)
     exported = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32").encode(texts)
     assert np.abs(trained - exported).max() <= 1e-5
-
-
-@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
-def test_gradcache_gives_the_gradient_of_the_plain_step(options: dict[str, Any], bert: str) -> None:
-    module, batch = MGHCurriculumModule(BackboneConfig(bert)).double(), leveled_batch()
-    plain_step(module, batch).loss.backward()
-    expected = gradient_vector(module)
-    assert relative_error(cached_gradient(module, batch, GradCache(**options))[1], expected) <= 1e-12

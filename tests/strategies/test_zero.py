@@ -12,11 +12,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import NumericError, OptionError, UserError
-from embeddings.strategies.sharded import _fragments
+from embeddings.strategies.sharded import _fragments, set_full_state_dict
 from tests.helpers.poison import PoisonBackward
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import component, quiet_trainer, run_config, write_config
@@ -66,6 +66,17 @@ def test_the_parts_of_stage_3_contain_each_value_once_though_some_ranks_have_non
         for _, _, start, size in _fragments(optimizer, SimpleNamespace(ds_id=0, ds_numel=num_values)):
             parts.append(values.narrow(0, start, size))
     assert torch.cat(parts).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [({"weight": torch.zeros(2, 3)}, "weight"), ({"other": torch.zeros(2)}, "other")],
+)
+def test_weights_of_another_model_are_refused(changes: dict[str, Tensor], names: str) -> None:
+    layer = nn.Linear(3, 4)
+    says = rf"Error\(s\) in loading state_dict for Linear: missing, unexpected or of another shape: {names}$"
+    with pytest.raises(RuntimeError, match=says):
+        set_full_state_dict(layer, {**layer.state_dict(), **changes})
 
 
 class Weights(L.Callback):

@@ -14,7 +14,7 @@ from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Represe
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.training import GradCache
-from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, GraphMemory, tokens_of
+from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, GraphMemory, plain_step, tokens_of
 from tests.helpers.casts import Casts
 from tests.helpers.contrastive import (
     Record,
@@ -55,14 +55,17 @@ def errors(step: nn.Module, found: Tensor, expected: Tensor) -> list[float]:
 
 def plain_gradient(step: TinyStep, batch: ContrastiveBatch) -> tuple[float, Tensor]:
     step.zero_grad()
-    output = step.plain_loss(batch)
+    output = plain_step(step, batch)
     output.loss.backward()
     return output.loss.item(), gradient_vector(step)
 
 
-def cached_gradient(step: TinyStep, batch: ContrastiveBatch, engine: GradCache, **kwargs: Any) -> tuple[float, Tensor]:
+def cached_gradient(
+    step: TinyStep, batch: ContrastiveBatch, engine: GradCache, scale: float = 1.0
+) -> tuple[float, Tensor]:
     step.zero_grad()
-    output = engine.step(step, batch, **kwargs)
+    output = engine.forward_backward(step, batch, scale=scale)
+    (output.loss * scale).backward()
     return output.loss.item(), gradient_vector(step)
 
 
@@ -272,7 +275,7 @@ def test_bfloat16_autocast_trains_every_parameter_as_the_plain_step_does(
         _, gradient = cached_gradient(step, batch, GradCache(30, kept_fraction=kept_fraction))
     missing = {name for name, parameter in step.named_parameters() if parameter.grad is None}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = step.plain_loss(batch)
+        output = plain_step(step, batch)
     step.zero_grad()
     output.loss.backward()
     assert missing == {name for name, parameter in step.named_parameters() if parameter.grad is None}

@@ -4,7 +4,6 @@ The same is tested for two stages, where both ranks read one context.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -19,6 +18,7 @@ from embeddings.common import ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.training import GradCache
+from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
@@ -31,7 +31,7 @@ from tests.helpers.contrastive import (
 )
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import tiny_bert, tiny_mistral
-from tests.training.test_gradcache import TOLERANCE, errors, lora
+from tests.training.test_gradcache import TOLERANCE, counting_passes, errors, lora
 
 ENGINES = {
     "one text": GradCache(mini_batch_texts=1),
@@ -64,16 +64,8 @@ class StepModule(nn.Module):
         self.step, self.engine = step, engine
 
     def forward(self, batch: ContrastiveBatch) -> Tensor:
-        output = self.step.plain_loss(batch) if self.engine is None else self.engine.forward_backward(self.step, batch)
-        return output.loss
-
-
-class WrappedStep(TinyStep):
-    """A step whose encoder itself is inside DDP, so that each mini-batch's forward goes through it."""
-
-    def __init__(self, step: TinyStep) -> None:
-        super().__init__(step.backbone, step.loss)
-        self.backbone = DistributedDataParallel(step.backbone)
+        forward = plain_step if self.engine is None else self.engine.forward_backward
+        return forward(self.step, batch).loss
 
 
 class LateParameter(TinyStep):
@@ -87,16 +79,6 @@ class LateParameter(TinyStep):
         vector_ND = super().embed(tokens).vector_ND
         long_N1 = (tokens.lengths_N > 5)[:, None]
         return Representations(torch.where(long_N1, vector_ND + self.bias, vector_ND) if long_N1.any() else vector_ND)
-
-
-class CountingStep(TinyStep):
-    """Counts its forwards."""
-
-    num_forwards = 0
-
-    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        self.num_forwards += 1
-        return super().embed(tokens)
 
 
 def make_step(
@@ -126,7 +108,7 @@ def under_ddp(step: TinyStep, engine: GradCache | None, batch: ContrastiveBatch)
 def of_one_process(num_negatives: int = 1, **options: Any) -> Tensor:
     """The gradient of one process with the whole batch."""
     step = make_step(False, **options)
-    step.plain_loss(batch_of(records(num_negatives))).loss.backward()
+    plain_step(step, batch_of(records(num_negatives))).loss.backward()
     return gradient_vector(step)
 
 
@@ -139,12 +121,6 @@ def error(
     """The relative error of this rank's averaged gradient against one process with the whole batch."""
     found = under_ddp(make_step(True, **options), engine, shard(rank, num_negatives))
     return relative_error(found, of_one_process(num_negatives, **options))
-
-
-def error_through_the_wrapper(rank: int, dtype: torch.dtype) -> float:
-    step = WrappedStep(make_step(True, dtype=dtype))
-    GradCache(mini_batch_tokens=30, kept_fraction=0.5).step(step, shard(rank), no_sync=step.backbone.no_sync)
-    return relative_error(gradient_vector(step), of_one_process(dtype=dtype))
 
 
 def all_kept(engine: GradCache) -> GradCache:
@@ -171,10 +147,11 @@ def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
     """Forwards of rank 0 with two texts or rank 1 with ten, without and with equal mini-batches."""
     counts = []
     for equal in (False, True):
-        step = CountingStep(tiny_bert().double())
+        step = TinyStep(tiny_bert().double())
+        passes = counting_passes(step)
         shard = [Record([7] * 3, [8 + row] * 3) for row in range((1, 5)[rank])]
         GradCache(mini_batch_texts=1, kept_fraction=0.3, equal_mini_batches=equal).step(step, batch_of(shard))
-        counts.append(step.num_forwards)
+        counts.append(sum(passes.values()))
     return counts[0], counts[1]
 
 
@@ -188,42 +165,12 @@ def with_shared_context(batch: ContrastiveBatch) -> ContrastiveBatch:
     return replace(batch, context=take_texts(batch_of(records(1)).candidate, torch.arange(7)))
 
 
-class Encoders(nn.Module):
-    """Both encoders behind one forward, as a wrapper needs them."""
-
-    def __init__(self, step: TinyContextualStep) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, tokens: TokenBatch, context: Tensor | None, is_first: bool) -> Tensor:
-        return self.step.embed_context(tokens) if is_first else self.step.embed(tokens, context).vector_ND
-
-
-class WrappedStages:
-    """A step whose encoders are inside one DDP, so that each mini-batch's forward goes through it."""
-
-    trains_context = True
-
-    def __init__(self, step: TinyContextualStep) -> None:
-        self.step, self.encoders = step, DistributedDataParallel(Encoders(step))
-        self.loss_from_representations = step.loss_from_representations
-
-    def embed_context(self, tokens: TokenBatch) -> Tensor:
-        return self.encoders(tokens, None, True)
-
-    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        return Representations(self.encoders(tokens, context, False))
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.encoders.no_sync()
-
-
 def of_two_stages(rank: int, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of the gradients of two stages; each is the larger of both encoders' errors."""
 
     def reference(num_negatives: int = 1) -> Tensor:
         step = contextual(False, dtype=dtype)
-        step.plain_loss(with_shared_context(batch_of(records(num_negatives)))).loss.backward()
+        plain_step(step, with_shared_context(batch_of(records(num_negatives)))).loss.backward()
         return gradient_vector(step)
 
     def found(engine: GradCache | None, batch: ContrastiveBatch, dropout: float = 0.0) -> Tensor:
@@ -237,10 +184,6 @@ def of_two_stages(rank: int, dtype: torch.dtype) -> dict[str, float]:
         for name, engine in {"plain": None, **{name: ENGINES[name] for name in (*DROPOUT_ENGINES, "half kept")}}.items()
     }
     gradients["no negatives"] = found(ENGINES["uneven"], with_shared_context(shard(rank, 0))), reference(0)
-    # All graphs may be kept, except the one whose backward synchronises.
-    wrapped = WrappedStages(contextual(dtype=dtype))
-    GradCache(40, kept_fraction=1.0).step(wrapped, own, no_sync=wrapped.no_sync)
-    gradients["through the wrapper"] = gradient_vector(wrapped.step), whole
     for name in DROPOUT_ENGINES:
         gradients[f"dropout, {name}"] = found(ENGINES[name], own, 0.1), found(all_kept(ENGINES[name]), own, 0.1)
     # Each rank reads its own documents: two on rank 0, seven on rank 1.
@@ -279,7 +222,6 @@ def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, float]:
     results["learnt temperature"] = error(rank, engine, learnable_temperature=True, dtype=dtype)
     results["matryoshka"] = error(rank, engine, loss=MatryoshkaInfoNCE, widths=(32, 8), dtype=dtype)
     results["late parameter"] = error(rank, GradCache(mini_batch_tokens=10), kind=LateParameter, dtype=dtype)
-    results["through the wrapper"] = error_through_the_wrapper(rank, dtype)
     for name in DROPOUT_ENGINES:
         results[f"dropout, {name}"] = error_with_dropout(rank, dtype, partial(tiny_bert, dropout=0.1), ENGINES[name])
         results[f"LoRA, {name}"] = error(rank, ENGINES[name], 0, backbone=adapted, dtype=dtype)
@@ -304,8 +246,8 @@ def results(dtype: torch.dtype) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_with_twice_the_batch(dtype: torch.dtype) -> None:
     for one_stage, two_stages in ((result["one stage"], result["two stages"]) for result in results(dtype)):
-        assert len(one_stage) == len(ENGINES) + 9 + 3 * len(DROPOUT_ENGINES)
-        assert len(two_stages) == 6 + 2 * len(DROPOUT_ENGINES)
+        assert len(one_stage) == len(ENGINES) + 8 + 3 * len(DROPOUT_ENGINES)
+        assert len(two_stages) == 5 + 2 * len(DROPOUT_ENGINES)
         assert max(one_stage.values()) <= TOLERANCE[dtype], one_stage
         assert max(two_stages.values()) <= TOLERANCE[dtype], two_stages
 

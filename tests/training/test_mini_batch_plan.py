@@ -2,9 +2,11 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from embeddings.common import ContrastiveBatch
 from embeddings.common.random import RandomState
@@ -97,14 +99,19 @@ def test_an_error_inside_replayed_restores_the_outer_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def loss_of(step: TinyStep, batch: ContrastiveBatch, context: Any = None) -> Tensor:
+    towers = (step.embed(tokens, context) for tokens in (batch.query, batch.candidate))
+    return step.loss_from_representations(*towers, batch).loss
+
+
 def test_the_context_is_embedded_once_for_both_towers() -> None:
     plain, batch = TinyStep(tiny_bert()), random_batch(4, 1)
-    assert torch.equal(plain_step(plain, batch).loss, plain.plain_loss(batch).loss)
+    assert torch.equal(plain_step(plain, batch).loss, loss_of(plain, batch))
     with pytest.raises(AssertionError, match="a step that embeds it"):
         plain_step(plain, with_context(batch, 3))
     step, batch, calls = TinyContextualStep(tiny_bert(1), tiny_bert(2)), with_context(batch, 3), []
     step.first.register_forward_hook(lambda *_: calls.append(None))
     loss = plain_step(step, batch).loss
     assert len(calls) == 1
-    assert torch.equal(loss, step.plain_loss(batch).loss)
+    assert torch.equal(loss, loss_of(step, batch, step.embed_context(batch.context)))
     assert not torch.equal(loss, plain_step(step, with_context(batch, 0)).loss)

@@ -22,13 +22,11 @@ from tests.helpers.contrastive import (
     relative_error,
     with_context,
 )
-from tests.helpers.ranks import run_on_two_ranks
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.test_unpadded import BACKBONES, POOLINGS
 from tests.modules.moe_modules import dense_folder, moe_module
 from tests.training.test_gradcache import REPLAYED
-from tests.training.test_gradcache_two_ranks import under_ddp
 
 ENGINES = {"plain": None} | {name: GradCache(**REPLAYED[name]) for name in ("one text", "uneven", "half kept")}
 QUICK = ["plain", "uneven"]
@@ -131,23 +129,6 @@ def test_checkpointed_layers_have_the_gradients_of_padded_texts(name, engine, dt
     assert len(forwards) > 8
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("engine", ["one text", "uneven"])
-def test_dropout_is_replayed(engine, dtype):
-    """Relative to the same mini-batches with every graph kept, from the same random state."""
-    batch, found = batch_of(random_records(6, 1)), []
-    for kept_fraction in (None, 1.0):
-        step = step_of(tiny_bert(dropout=0.1), dtype).train()
-        step.embedder.unpad(True)
-        torch.manual_seed(3)
-        engine_of = ENGINES[engine]
-        replayed = GradCache(engine_of.mini_batch_tokens, engine_of.mini_batch_texts, kept_fraction=kept_fraction)
-        found.append(gradient(step, batch, replayed))
-    assert relative_error(*found) <= TOLERANCE[dtype]
-    torch.manual_seed(4)
-    assert relative_error(gradient(step, batch, replayed), found[1]) > 1e-2
-
-
 def cde_gradient(kind, dtype, engine=None, unpad=False):
     """The gradient of both stages."""
     embedder = tiny_contextual(kind).to(dtype)
@@ -193,26 +174,3 @@ def test_experts_have_the_gradients_of_padded_texts(tmp_path, engine, dtype):
         found.append(torch.cat([sums[name].detach().double().flatten() for name in (COUNTS, PROBABILITIES)]))
     assert relative_error(found[2], found[0]) <= TOLERANCE[dtype]
     assert relative_error(found[3], found[1]) <= TOLERANCE[dtype]
-
-
-def two_rank_errors(rank):
-    """The errors of two unpadded ranks relative to one process with the whole padded batch."""
-    everything, found = random_records(8, 1, vocabulary=60), {}
-    for name, engine in (("plain", None), ("uneven", GradCache(mini_batch_tokens=30))):
-        for dtype in TOLERANCE:
-            steps = [step_of(BACKBONES["mistral, both ways"](), dtype) for _ in range(2)]
-            for step, gathers in zip(steps, (True, False), strict=True):
-                step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers)
-            steps[0].embedder.unpad(True)
-            found[name, dtype] = relative_error(
-                under_ddp(steps[0], engine, batch_of(everything[4 * rank : 4 * rank + 4])),
-                gradient(steps[1], batch_of(everything)),
-            )
-    return found
-
-
-def test_two_ranks_have_the_gradients_of_padded_texts():
-    for result in run_on_two_ranks(two_rank_errors):
-        assert len(result) == 4
-        for (name, dtype), found in result.items():
-            assert found <= TOLERANCE[dtype], name

@@ -150,7 +150,6 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """This rank and the number of ranks."""
         return self.place or planned_place()
 
     @property
@@ -168,7 +167,6 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
             self.epoch, self.start = epoch, 0
 
     def resume(self, epoch: int, start: int) -> None:
-        """Continue with step `start` of `epoch`."""
         self.epoch, self.start, self._resumed = epoch, start, True
 
     def plan_fields(self) -> dict[str, int | str]:

@@ -22,8 +22,6 @@ class RoutingSums(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts of each token."""
-
     expert_TK: Tensor  # the indices of each token's experts, the most probable first, (T, K) int64
     weight_TK: Tensor  # the weights of these experts in the token's output, (T, K) float32
     sums: RoutingSums
