@@ -193,6 +193,8 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
     Args:
         stage: ZeRO stage, 1 to 3.
+        offload_optimizer: Whether to keep the optimiser state in CPU memory.
+        offload_parameters: Whether to keep weights that are not in use in CPU memory; stage 3 only.
         process_group_backend: "nccl", "gloo" …; None for the device's default.
         timeout: Maximum time that a rank waits for the others in a collective before the run ends.
     """
@@ -209,10 +211,13 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         options: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        options |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         super().__init__(stage=stage, **options)
         self.is_sharded = stage == 3
         # From stage 2 on every backward averages its gradients; in stage 1 only the last backward does, for all.
