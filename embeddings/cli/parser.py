@@ -267,6 +267,9 @@ class OneLineParser(ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        if args is not None and "namespace" in kwargs:
+            # One option of a nested class: jsonargparse writes its null as the text `None`.
+            args = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in args]
         self.words = list(args or [])
         return super().parse_args(args, *rest, **kwargs)
 

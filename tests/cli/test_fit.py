@@ -218,6 +218,13 @@ def test_command_line_options_keep_their_values(tmp_path: Path, capsys: pytest.C
     assert change.startswith(f"model.backbone.name: {tmp_path / 'backbone'} -> ")
 
 
+def test_null_of_a_nested_option_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.backbone.revision", "null", "--model.backbone.dropout=null", "--print_config"]
+    assert main(["fit", "--config", write_config(tmp_path, run_config(tmp_path)), *words]) == 0
+    backbone = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["backbone"]
+    assert (backbone["revision"], backbone["dropout"]) == (None, None)
+
+
 def test_a_stand_in_replaces_the_weights_that_the_command_line_names(model, tmp_path, capsys) -> None:
     config = run_config(tmp_path)
     config["model"]["init_args"]["pooling"] = component("embeddings.models.MeanPooling")
