@@ -134,7 +134,8 @@ class HybridResult:
         difference = {"metric": "ndcg_at_10", **self.difference._asdict()}
         other = {"bm25": self.bm25, "metrics": self.hybrid, "difference": difference, "language": self.language}
         other |= {} if self.tuned is None else {"tuned": self.tuned.difference._asdict()}
-        return {**asdict(self.dense), "hybrid": {**asdict(self.rule), **other}}
+        rule: dict[str, Any] = {"fusion": "rrf"} if self.rule.fusion == "rrf" else asdict(self.rule)
+        return {**asdict(self.dense), "hybrid": {**rule, **other}}
 
 
 def evaluate_hybrid(

@@ -99,6 +99,7 @@ def test_the_three_searches_are_scored_as_each_by_itself(rule, encoder, tmp_path
     assert f"{full.hybrid['ndcg_at_10']:.4f}" in table[1]
     assert str(full.difference) in table[1]
     assert f"fusion {rule.fusion}" in table[3]
+    assert full.row()["hybrid"].get("weight") == options.get("weight")
 
 
 def test_a_context_is_drawn_from_the_corpus(contextual, tmp_path, monkeypatch):
