@@ -53,6 +53,8 @@ _FREE = (
     ".tile_logits",
     ".tile_size",
 )
+# Mappings that may have only the keys that the user wrote, so that a key which the checkpoint lacks is a change.
+_AS_WRITTEN = (".columns", ".label_texts", ".prompts", ".text")
 
 
 class Trainer(L.Trainer):
@@ -357,7 +359,7 @@ def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
 def first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
     """The first setting that shows that a checkpoint belongs to another run, as text, or None; configs are plain types.
 
-    Model, data and seed must be equal, except `_FREE` settings and those that the checkpoint does not have.
+    Model, data and seed must be equal, except `_FREE` settings and options that the checkpoint does not have.
     """
     draws_seed = current.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
@@ -368,8 +370,8 @@ def _differences(path: str, saved: Any, current: Any) -> Iterator[str]:
     if path.endswith(_FREE):
         return
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        for name, value in saved.items():
-            yield from _differences(f"{path}.{name}", value, current.get(name))
+        for name in {**saved, **current} if path.endswith(_AS_WRITTEN) else saved:
+            yield from _differences(f"{path}.{name}", saved.get(name), current.get(name))
     elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
         for index, (before, now) in enumerate(zip(saved, current, strict=True)):
             yield from _differences(f"{path}[{index}]", before, now)
