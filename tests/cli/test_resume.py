@@ -176,10 +176,18 @@ def test_auto_is_refused_where_it_would_not_find_the_runs_checkpoints(tmp_path):
 def test_a_second_run_does_not_write_to_the_folder_of_the_first(tmp_path):
     words = ["fit", "--config", write_config(tmp_path, run_config(tmp_path)), "--trainer.logger.init_args.version=one"]
     run_trainer(words)
+    for path in (tmp_path / "run").rglob("*.ckpt"):
+        path.unlink()
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     says = "/one: is the folder of another run; leave out the version of trainer.logger"
-    refused(InputError, says, run_trainer, words)
+    for more in ([], ["--ckpt_path=auto"]):
+        refused(InputError, says, run_trainer, [*words, *more])
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    # A run that ended before its first checkpoint starts again in its folder.
+    record = tmp_path / "run/tiny/one/run.json"
+    record.write_text(record.read_text().replace('"finished"', '"failed"'))
+    refused(InputError, says, run_trainer, [*words, "--ckpt_path=auto", "--model.normalize=false"])
+    assert run_trainer([*words, "--ckpt_path=auto"]).trainer.global_step == 4
 
 
 RUN: dict[str, Any] = {
