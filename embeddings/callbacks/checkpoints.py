@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
@@ -125,7 +127,7 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
 
 
 def remove_superseded(trainer: L.Trainer, resumed: str | None = None) -> None:
-    """Remove the checkpoints of a run, except `resumed`, that no `ModelCheckpoint` keeps.
+    """Remove the checkpoints that a `ModelCheckpoint` has written and none keeps, except `resumed`.
 
     A killed process may not have removed them, and Lightning never removes the one from which a run was resumed.
     """
@@ -135,10 +137,19 @@ def remove_superseded(trainer: L.Trainer, resumed: str | None = None) -> None:
         return
     named = {name for each in kept for name in (each.last_model_path, each.best_model_path, *each.best_k_models)}
     named = {os.path.abspath(name) for name in (resumed, *named) if name}
-    folders = {os.path.abspath(str(each.dirpath)) for each in kept if each.dirpath is not None}
     for path in sorted(writer.written - named):
-        if os.path.dirname(path) in folders:
+        if any(_names(each, path) for each in kept):
             trainer.strategy.remove_checkpoint(path)
+
+
+def _names(kept: ModelCheckpoint, path: str) -> bool:
+    """Whether a `ModelCheckpoint` may have chosen an absolute path; the user's own files have other names."""
+    value = r"\1=.*" if kept.auto_insert_metric_name else ".*"
+    names = (kept.filename or "{epoch}-{step}", kept.CHECKPOINT_NAME_LAST)
+    patterns = (re.sub(r"\\\{(.*?)(:.*?)?\\\}", value, re.escape(name)) for name in names)
+    folder, name = os.path.split(path)
+    is_inside = kept.dirpath is not None and folder == os.path.abspath(str(kept.dirpath))
+    return is_inside and re.fullmatch(rf"({'|'.join(patterns)})(-v\d+)?\.ckpt", name) is not None
 
 
 def finish_writing(trainer: L.Trainer) -> None:
