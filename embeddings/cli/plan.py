@@ -149,6 +149,8 @@ def plan(argv: Sequence[str]) -> None:
     print("\n".join(lines(module, cost, texts, run, setting, options, hardware)))
     if is_quantised:
         print("note: weights in 4 bits are counted in bfloat16")
+    if callbacks_of(run, "GradientAccumulationScheduler"):
+        print("note: GradientAccumulationScheduler is left out: a step is one batch of each process")
 
 
 def build(parser: LightningArgumentParser, run: Any, model_config: str | None, folder: Path) -> BaseModule:
@@ -220,14 +222,28 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def gradcache_options(run: Any) -> Any:
-    caches = [each for each in run.trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
+    caches = callbacks_of(run, "GradCacheCallback")
     return caches[-1].init_args if caches else {}
+
+
+def callbacks_of(run: Any, name: str) -> list[Any]:
+    return [each for each in run.trainer.callbacks or () if each.class_path.endswith(name)]
+
+
+def planned_devices(trainer: Any) -> int:
+    """The devices per machine that the run would use."""
+    count = num_devices(trainer.devices)
+    if count is None and trainer.accelerator != "cpu":
+        count = torch.cuda.device_count() or None
+    if count is None and str(trainer.devices) == "-1":
+        raise OptionError("trainer.devices", -1, "is all GPUs, of which this machine has none", "give --gpus")
+    return count or 1
 
 
 def setting_of(run: Any, gpus: int | None) -> Setting:
     """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
-    ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
+    ranks = gpus or planned_devices(trainer) * trainer.num_nodes
     options = gradcache_options(run)
     kept = options.get("kept_gib")
     is_auto = kept == "auto" and options.get("kept_fraction") is None
