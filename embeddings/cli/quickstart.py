@@ -82,7 +82,7 @@ def score_bm25(data: Folders) -> dict[str, Any]:
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, 100, folder.tie_order_N)
-        scores[split] = rounded(retrieval_metrics(ranked, folder.qrels).metrics)
+        scores[split] = rounded(retrieval_metrics(ranked, folder.qrels))
     return scores
 
 

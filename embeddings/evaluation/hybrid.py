@@ -186,13 +186,12 @@ def evaluate_hybrid(
                 tuned = tune_weight(rule, folder.qrels, partial(search.fused, words)) if tune else None
                 used = rule if tuned is None else tuned.rule
                 rankings = search.dense(), search.words(words), *search.fused(words, [used])
-                scores = [retrieval_metrics(row_QK, folder.qrels, CUTOFFS) for row_QK in rankings]
+                dense, of_words, fused = (retrieval_metrics(row_QK, folder.qrels, CUTOFFS) for row_QK in rankings)
                 dense_Q, _, hybrid_Q = (query_ndcg(row_QK, folder.qrels) for row_QK in rankings)
-                counts = {**folder.counts, "num_queries": scores[0].num_queries, "num_skipped": folder.num_skipped}
+                counts = {**folder.counts, "num_skipped": folder.num_skipped}
                 if context_size is not None:
                     counts["num_context"] = context_size
                 seconds = encoding_seconds + time.perf_counter() - start
-                dense, of_words, fused = (each.metrics for each in scores)
                 result = EvaluationResult(name, folder.kind, dense, counts, seconds, width)
                 difference = paired_bootstrap(hybrid_Q, dense_Q)
                 results.append(HybridResult(result, of_words, fused, difference, used, language, tuned))

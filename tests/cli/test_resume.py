@@ -235,8 +235,14 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),
         (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
         (changed(data__init_args__sampler__init_args__total_steps=9), "data.init_args.sampler.init_args.total_steps"),
-        (changed(data__init_args__text__prompts__document="d: "), "data.init_args.text.prompts.document is None in the"),
-        (changed(data__init_args__text__suffix="!"), "data.init_args.text.suffix is None in the checkpoint and '!' here"),
+        (
+            changed(data__init_args__text__prompts__document="d: "),
+            "data.init_args.text.prompts.document is None in the",
+        ),
+        (
+            changed(data__init_args__text__suffix="!"),
+            "data.init_args.text.suffix is None in the checkpoint and '!' here",
+        ),
     ],
 )
 def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: str) -> None:
