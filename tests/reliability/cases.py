@@ -156,12 +156,6 @@ def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], ob
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def judged(*lines: str) -> Make:
-    """Makes the evaluation folder with these judgments."""
-    text = "".join(f"{line}\n" for line in ("query-id\tcorpus-id\tscore", *lines))
-    return copied("eval", content("qrels.tsv", text))
-
-
 def tree(folder: Path) -> dict[str, str]:
     """The hash of each file, target of each link and type of each entry below a folder, by path.
 

@@ -95,7 +95,5 @@ CASES = {
     FIT + " --model.init_args.optimizer.init_args.lr=nan": {
         "NaN as a learning rate": (run(), "model.optimizer.lr: expected float, got nan")
     },
-    "fit --recipe nope": {"an unknown recipe": (nothing, "recipe")},
-    "filter --input pairs.jsonl": {"a missing option": (nothing, "output")},
     CLUSTER + " --model MODEL": {"BM25 features with a model": (nothing, "features uses neither model nor vectors")},
 }

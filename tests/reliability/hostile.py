@@ -38,7 +38,6 @@ COMMAND = f"touch {CANARY}"
 EXPORT = "export --checkpoint last.ckpt --output out"
 RESUME = f"{FIT} --ckpt_path last.ckpt"
 PYTHON = "!!python/object/apply:os.system [touch canary]"
-OPTIMIZER = "model.init_args.optimizer"
 MODULE = f"open({CANARY!r}, 'w').close()\nclass Thing:\n    def __init__(self, *a, **k): pass\n"
 
 
@@ -191,11 +190,6 @@ CASES = {
     RESUME: {"a pickle to resume from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: ")},
     FIT: {
         "a tag that calls os.system": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
-        "os.system as an optimiser": (chosen(OPTIMIZER, "os.system", command=COMMAND), "may not name os.system"),
-        "a foreign module as an attribute of ours": (
-            chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
-            "may not name",
-        ),
         "a module beside the command": (with_module(chosen("data", "canary_module.Thing")), "may not name canary"),
         "a target for Hydra": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
         "code from a repository": (at("model.init_args.backbone", trust_remote_code=True), "trust_remote_code"),
@@ -233,21 +227,9 @@ CASES = {
             "/proc/self/environ",
         )
     },
-    "sweep sweep.yaml --dry-run": {
-        "os.system in a sweep": (
-            both(
-                run(),
-                put(
-                    "sweep.yaml", f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n"
-                ),
-            ),
-            "may not name os.system",
-        )
-    },
     FILTER: {
         "pickled records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
         "a column of pickles": (parquet({"query": [PICKLE], "positive": ["b"]}), "query is bytes, expected text"),
-        "deeply nested records": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
         "an extension type that unpickles": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
         "a script beside the records": (both(pairs(), put("pairs.py", MODULE)), "", 0),
         "a link in place of the lock": (
