@@ -17,7 +17,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
+from embeddings.callbacks.run_record import RunRecord, callbacks_of, check_output, mark_output, model_checkpoints
 from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.common.checkpoint_file import add_own_path, copied, read_checkpoint, write_checkpoint
 from embeddings.common.io import check_disk_space
@@ -225,7 +225,7 @@ def embedder_of(module: L.LightningModule, callback: L.Callback) -> Embedder:
     return embedder
 
 
-class _Export(L.Callback):
+class Export(L.Callback):
     """Writes a directory on rank 0 when training ends; with sharded weights all ranks take part."""
 
     def __init__(self, output: str, best: bool, replace: bool) -> None:
@@ -243,14 +243,12 @@ class _Export(L.Callback):
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        exports = [callback for callback in callbacks if isinstance(callback, _Export)]
+        exports = callbacks_of(trainer, Export)
         # The best weights replace the last ones in the module.
         for export in sorted(exports, key=lambda export: export.best) if self is exports[-1] else ():
             export.write(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the directory."""
         strategy = training_strategy(trainer.strategy)
         if trainer.fast_dev_run or not (trainer.is_global_zero or strategy.is_sharded):  # type: ignore[attr-defined]
             return
@@ -266,7 +264,7 @@ class _Export(L.Callback):
         raise NotImplementedError
 
 
-class ExportModel(_Export):
+class ExportModel(Export):
     """Writes the trained model as a sentence-transformers directory with its card when training ends.
 
     Under ZeRO with `bf16-mixed` trained weights are the engine's, in bfloat16; `export` writes a checkpoint's float32.
@@ -319,7 +317,7 @@ class ExportModel(_Export):
         return dataclasses.replace(text, **lengths)
 
 
-class ExportLanguageModel(_Export):
+class ExportLanguageModel(Export):
     """Writes a trained language model as a Hugging Face directory when training ends, with merged LoRA matrices.
 
     Any method can start from it with `backbone: {name: OUTPUT}`.

@@ -27,11 +27,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
-from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import Export, ExportLanguageModel, ExportModel
 from embeddings.callbacks.gpu import GPUTraining
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
-from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
+from embeddings.callbacks.run_record import RunRecord, callbacks_of, model_checkpoints, plain_types, run_logger
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
 from embeddings.cli.trainer import (
@@ -339,8 +339,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     """A finished run's scores, folder and model directories, and two commands to run next."""
     logger = run_logger(trainer)
     assert logger is not None
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
+    exports = callbacks_of(trainer, Export)
     model = next((shlex.quote(export.output) for export in exports if isinstance(export, ExportModel)), None)
     checkpoint = next(filter(None, (callback.best_model_path for callback in model_checkpoints(trainer))), None)
     folder, run = Path(logger.log_dir), shlex.quote(logger.log_dir)
@@ -352,7 +351,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
         following = [f"show curves --run {run}"] * bool(curves[LOSS][0]) + [f"report {run}"]
     else:
         following = [f"export --checkpoint {shlex.quote(checkpoint)} --output DIR", f"report {run}"]
-    lines = [score_line(each, curves) for each in callbacks if isinstance(each, RetrievalEvaluation)]
+    lines = [score_line(each, curves) for each in callbacks_of(trainer, RetrievalEvaluation)]
     files = [name for name in (METRICS_FILE, "run.json", "config.yaml") if (folder / name).is_file()]
     lines += [f"run: {logger.log_dir} ({', '.join(files)})"]
     lines += [f"model: {export.output}" for export in exports]

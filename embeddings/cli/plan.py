@@ -17,9 +17,9 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import Export
 from embeddings.callbacks.gradcache import KEPT_FRACTION, free_memory_bytes
-from embeddings.callbacks.run_record import run_logger
+from embeddings.callbacks.run_record import callbacks_of, run_logger
 from embeddings.cli.fit import (
     Changes,
     Checked,
@@ -149,7 +149,7 @@ def plan(argv: Sequence[str]) -> None:
     print("\n".join(lines(module, cost, texts, run, setting, options, hardware)))
     if is_quantised:
         print("note: weights in 4 bits are counted in bfloat16")
-    if callbacks_of(run, "GradientAccumulationScheduler"):
+    if configured(run, "GradientAccumulationScheduler"):
         print("note: GradientAccumulationScheduler is left out: a step is one batch of each process")
 
 
@@ -222,11 +222,11 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def gradcache_options(run: Any) -> Any:
-    caches = callbacks_of(run, "GradCacheCallback")
+    caches = configured(run, "GradCacheCallback")
     return caches[-1].init_args if caches else {}
 
 
-def callbacks_of(run: Any, name: str) -> list[Any]:
+def configured(run: Any, name: str) -> list[Any]:
     return [each for each in run.trainer.callbacks or () if each.class_path.endswith(name)]
 
 
@@ -512,9 +512,7 @@ class RunCheck(TrainerCLI):
         lines.append(f"hardware: {', '.join(shown)}{'' if self.is_here else '; not available here, so not tested'}")
         if (logger := run_logger(trainer)) is not None:
             lines.append(f"run: {logger.log_dir}")
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
-        lines += [f"model directory: {callback.output}" for callback in exports]
+        lines += [f"model directory: {export.output}" for export in callbacks_of(trainer, Export)]
         path = config.ckpt_path
         content = peek_checkpoint(path) if path and Path(path).exists() else {}
         lines.append(f"resume: {path}, step {content.get('global_step', 'unknown')}" if path else "resume: no")
