@@ -79,7 +79,6 @@ class RunRecord(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write the run's `config.yaml` and `run.json` to its folder."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.plain_config, sort_keys=False, allow_unicode=True)
         write_text(self.log_dir / "config.yaml", text)

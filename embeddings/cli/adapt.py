@@ -391,7 +391,6 @@ def run_step(argv: list[str]) -> None:
 
 
 def count_rows(path: Path) -> int:
-    """The number of lines of a file; 0 without it."""
     if not path.exists():
         return 0
     with open(path, "rb") as file:

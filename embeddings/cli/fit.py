@@ -214,7 +214,6 @@ class TrainerCLI(LightningCLI):
         self.model = self._made_parts("model").model
 
     def _made_parts(self, *names: str) -> Namespace:
-        """The objects of parts of the config."""
         parts = Namespace(**{name: self.config[name] for name in names})  # type: ignore[no-untyped-call]
         try:
             objects: Namespace = self.parser.instantiate_classes(parts)
@@ -225,7 +224,6 @@ class TrainerCLI(LightningCLI):
         return objects
 
     def after_instantiate_classes(self) -> None:
-        """Check the run before data is read."""
         check_start(self.trainer, self.model, self.datamodule, self.config.ckpt_path)
 
     def run_command(self) -> None:

@@ -91,7 +91,6 @@ class Hardware:
 
     @property
     def unit(self) -> str:
-        """What the table's figures are for."""
         return "GPU" if self.kind == "GPU" else "process"
 
 
@@ -184,7 +183,6 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
 
 
 def is_for_cpu(trainer: Any) -> bool:
-    """Whether the run would use this machine's CPU."""
     is_small = trainer.num_nodes == 1 and (num_devices(trainer.devices) or 1) == 1
     without_gpu = trainer.accelerator == "auto" and is_small and not torch.accelerator.is_available()
     return trainer.accelerator == "cpu" or without_gpu
@@ -231,7 +229,6 @@ def configured(run: Any, name: str) -> list[Any]:
 
 
 def planned_devices(trainer: Any) -> int:
-    """The devices per machine that the run would use."""
     count = num_devices(trainer.devices)
     if count is None and trainer.accelerator != "cpu":
         count = torch.cuda.device_count() or None
@@ -241,7 +238,6 @@ def planned_devices(trainer: Any) -> int:
 
 
 def setting_of(run: Any, gpus: int | None) -> Setting:
-    """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
     ranks = gpus or planned_devices(trainer) * trainer.num_nodes
     options = gradcache_options(run)
@@ -460,11 +456,9 @@ class RunCheck(TrainerCLI):
         )
 
     def after_instantiate_classes(self) -> None:
-        """Run the checks of all parts and collect their errors."""
         self._raise_errors(*start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path))
 
     def run_command(self) -> None:
-        """Read the data and print what the run would do."""
         trainer, module, data = self.trainer, self.model, self.datamodule
         with ExitStack() as stack:
             stack.enter_context(planning_for(trainer.world_size))
@@ -488,7 +482,6 @@ class RunCheck(TrainerCLI):
         run_checks([*(partial(fail, error) for error in self.errors), *checks])
 
     def lines(self) -> list[str]:
-        """The run's model, data, hardware and paths."""
         module, config, trainer, data = self.model, self.config, self.trainer, self.datamodule
         model = self.config_dump["model"]["init_args"]
         backbones = [model.get(name) for name in module_class(self.config).backbones]

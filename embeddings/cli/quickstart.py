@@ -104,7 +104,6 @@ def rounded(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def show_searches(folder: RetrievalFolder, document_ND: Vectors) -> None:
-    """Answer three example questions from the held-out packages."""
     encoder = Encoder.from_pretrained(str(OUTPUT))
     hits = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, hits.score_QK.tolist(), hits.index_QK.tolist(), strict=True):

@@ -213,7 +213,6 @@ def check_new_folder(trainer: L.Trainer, run: Mapping[str, Any], is_auto: bool) 
 
 
 def _is_unfinished(folder: Path, run: Mapping[str, Any]) -> bool:
-    """Whether a folder is that of `run`, which has not finished."""
     config = read_yaml(folder / "config.yaml", f"{folder}/config.yaml")
     return first_difference(config, run) is None and not _is_finished(read_json_or_empty(folder / "run.json"))
 
@@ -223,7 +222,6 @@ def _is_finished(record: Mapping[str, Any]) -> bool:
 
 
 def checks_before_model(trainer: L.Trainer, data: Any, checkpoint: str | None) -> Iterator[Callable[[], None]]:
-    """The checks of a run that need no model."""
     for part in (data, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChecksBeforeModel):
             yield partial(part.check_before_model, trainer)

@@ -285,7 +285,6 @@ def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> 
 
 
 def read_packed_corpus(corpus: Path, show_progress: bool) -> tuple[PackedTexts, PackedTexts]:
-    """The ids and the texts of a corpus file."""
     document_ids, documents = PackedTexts(), PackedTexts()
     for document in read_corpus(corpus, show_progress=show_progress):
         document_ids.append(document.document_id)

@@ -359,7 +359,6 @@ def _run(adapted: TaskEncoder, task: AbsTask, results: TaskResults, settings: Ta
 
 
 def _parts(task: AbsTask) -> list[AbsTask]:
-    """The subtasks of an aggregate task, or the task itself."""
     return list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
 
 

@@ -20,7 +20,6 @@ OFF = {"in_batch_negatives": False}
 
 
 def sources_of(monkeypatch, folder, config, *extra):
-    """The sources that a run would train on."""
     found = []
 
     def note(cli):

@@ -19,17 +19,14 @@ taken = put("out/notes.txt", "mine")
 
 
 def folder(name: str) -> Make:
-    """An empty folder."""
     return lambda place: (place.folder / name).mkdir()
 
 
 def pipe(name: str) -> Make:
-    """A named pipe without a writer."""
     return lambda place: os.mkfifo(place.folder / name)
 
 
 def variable(name: str, value: str) -> Make:
-    """Sets an environment variable for the case."""
     return lambda place: place.patch.setenv(name, value)
 
 

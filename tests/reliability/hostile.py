@@ -55,7 +55,6 @@ SCHEMA = pa.schema([pa.field("query", pa.string(), metadata=EXTENSION), pa.field
 
 
 def saved(value: object) -> Make:
-    """A checkpoint written by PyTorch."""
     return lambda place: torch.save(value, place.folder / "last.ckpt")
 
 
@@ -71,7 +70,6 @@ def tensor(start: int, stop: int, shape: int = 2) -> dict[str, Any]:
 
 
 def deep(levels: int = 100_000) -> str:
-    """Deeply nested JSON."""
     return '{"a":' * levels + "1" + "}" * levels
 
 

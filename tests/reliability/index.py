@@ -16,7 +16,6 @@ SECOND = "vectors-00001.npy"
 
 
 def vectors(damage: Callable[[Path], object] = unchanged) -> Make:
-    """A damaged copy of an encoded corpus."""
     return copied("vectors", damage)
 
 

@@ -58,7 +58,6 @@ def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes
 
 
 def several(count: int) -> Make:
-    """Distinct records."""
     return rows("pairs.jsonl", *({"query": f"q {row}", "positive": f"p {row}"} for row in range(count)))
 
 
