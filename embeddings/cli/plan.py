@@ -61,11 +61,7 @@ _PRODUCT_SIZE = 1024
 BYTES_PER_TOKEN = 4
 OPTIONS: dict[str, tuple[type, Any, str]] = {
     "gpus": (int, None, "number of GPUs; default that of the configs"),
-    "gpu": (
-        str,
-        "H100 SXM",
-        "name of the GPU; this or another option of GPUs plans for GPUs also where there are none",
-    ),
+    "gpu": (str, "H100 SXM", "name of the GPU; with an option of GPUs the plan is for GPUs also where there are none"),
     "gpu_memory_gb": (float, 80.0, "memory per GPU in 10^9 bytes"),
     "peak_tflops": (float, 989.0, "peak dense bfloat16 operations per GPU and second, in 10^12"),
     "peak_share": (float, 0.4, "fraction of the peak that the run's arithmetic reaches; on a CPU from 0.1 to 0.5"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from tests.reliability.cases import CLUSTER, FILTER, FIT, Make, at, callback, chosen, nothing, put, run
+from tests.reliability.cases import CLUSTER, FIT, Make, at, callback, chosen, nothing, put, run
 from tests.reliability.world import Place
 
 
@@ -82,9 +82,6 @@ CASES = {
         "an alias that contains itself": (put("config.yaml", "a: &a [*a]\n"), "--config config.yaml: "),
         "a list for a config": (put("config.yaml", "- trainer\n"), "config.yaml: "),
         "a missing config": (nothing, "--config config.yaml: no such file"),
-    },
-    FILTER + " --config job.yaml": {
-        "a job's config with an unknown key": (put("job.yaml", "remove_copys: true\n"), "did you mean remove_copies?")
     },
     "sweep sweep.yaml --count": {
         "a sweep's range without an upper end": (

@@ -185,12 +185,7 @@ def interrupt_runs(
 ) -> int:
     """Interrupt runs of all methods, `--count` or `count` times; returns the number of runs with a wrong result.
 
-    Args:
-        text: The help text of the command.
-        count: The default number of interruptions.
-        interrupt: Trains a run to its end, and returns the number of interruptions by type.
-        keep: The callback that writes checkpoints.
-        workers: Numbers of workers of the loader, used in turn.
+    `interrupt` trains a run to its end, and returns the number of interruptions by type. `workers` take turns.
     """
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--count", type=int, default=count)

@@ -112,10 +112,6 @@ CASES = {
             "pairs.jsonl:9: the instruction leaves no room for the query in 16 tokens",
         ),
         "texts of three tokens": (at(DATA, text={"query_max_length": 3}), "data.text.query_max_length must be >= 4"),
-        "texts longer than the model's positions": (
-            at(DATA, text={"query_max_length": 16, "document_max_length": 4096}),
-            "data.text.document_max_length must be <= 128",
-        ),
         "clusters of another source": (both(several(12), clustered_on(unchanged)), "clusters"),
     },
     "show curves --run run": {
