@@ -12,7 +12,6 @@ import pyarrow as pa
 import torch
 
 from tests.reliability.cases import (
-    EVALUATE,
     FILTER,
     FIT,
     Make,
@@ -21,7 +20,6 @@ from tests.reliability.cases import (
     callback,
     chosen,
     content,
-    copied,
     edited,
     pairs,
     put,
@@ -245,11 +243,5 @@ CASES = {
     "search --model MODEL --corpus vectors fox": {
         "vectors of Python objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
         "a deeply nested manifest": (vectors(content("manifest.json", deep())), "manifest.json: is empty or damaged"),
-    },
-    EVALUATE: {
-        "a link in place of the scores": (
-            both(copied("eval"), linked("scores.json")),
-            "scores.json: is a link",
-        )
     },
 }
