@@ -58,7 +58,7 @@ def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[
     data, scores = read_evaluation_folder(folder), {}
     if isinstance(data, RetrievalFolder) and data.kind == "retrieval":
         ranked, _ = BM25(data.documents).search(data.queries, 100, data.tie_order_N)
-        scores["BM25"] = retrieval_metrics(ranked, data.qrels).metrics["ndcg_at_10"]
+        scores["BM25"] = retrieval_metrics(ranked, data.qrels)["ndcg_at_10"]
     for name, encoder in encoders.items():
         result = evaluate_folder(encoder, data)
         scores[name] = result.metrics[result.main_metric]

@@ -109,7 +109,7 @@ def score(chosen: Namespace, encoder: Encoder, name: str, data: RetrievalFolder)
     rankings = {variant: rank(query_QD, document_ND) for variant, (_, rank) in RANKINGS.items()}
     scores = {}
     for variant, row_QK in rankings.items():
-        ndcg = retrieval_metrics(row_QK, data.qrels).metrics["ndcg_at_10"]
+        ndcg = retrieval_metrics(row_QK, data.qrels)["ndcg_at_10"]
         scores[variant] = (ndcg, overlap(row_QK, rankings["float32"]))
         record(chosen, f"E13 nDCG@10 on {name}, {variant}", ndcg, "score", "none")
         record(chosen, f"E13 ten first of float32 on {name}, {variant}", scores[variant][1], "fraction", "none")

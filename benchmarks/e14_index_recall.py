@@ -35,12 +35,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         vectors = encode_corpus(encoder, retrieval_files_of(folder / "qrels.tsv").corpus, Path(scratch) / "vectors")
         exact_QK = search_top_k(query_QD, vectors.directions(), TOP_K).index_QK
-        ndcg = retrieval_metrics(exact_QK, data.qrels).metrics["ndcg_at_10"]
+        ndcg = retrieval_metrics(exact_QK, data.qrels)["ndcg_at_10"]
         record(chosen, f"E14 nDCG@10 on {folder.name}, all documents", ndcg, "score", "none")
         for probes in PROBES:
             index = build_index(vectors, num_probes=None if chosen.tiny else probes)
             row_QK = index.search(query_QD, TOP_K).index_QK
-            ndcg = retrieval_metrics(row_QK, data.qrels).metrics["ndcg_at_10"]
+            ndcg = retrieval_metrics(row_QK, data.qrels)["ndcg_at_10"]
             lists = f"{index.num_probes} of {index.num_lists} lists of {vectors.num_documents} documents"
             setting = f"{folder.name}, {lists}"
             record(chosen, f"E14 recall@10 on {setting}", overlap(row_QK, exact_QK), "fraction", "none", "faiss-cpu")

@@ -209,7 +209,7 @@ def bm25_score(workspace: Workspace) -> float:
     folders = list(workspace.domains().values())
     ranked = [BM25(folder.documents).search(folder.queries, 100, folder.tie_order_N)[0] for folder in folders]
     ndcg = [
-        retrieval_metrics(index_QK, folder.qrels).metrics["ndcg_at_10"]
+        retrieval_metrics(index_QK, folder.qrels)["ndcg_at_10"]
         for index_QK, folder in zip(ranked, folders, strict=True)
     ]
     return float(np.average(ndcg, weights=[len(folder.queries) for folder in folders]))

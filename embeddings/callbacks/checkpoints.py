@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from embeddings.callbacks.run_record import RunRecord, check_output, mark_output, model_checkpoints
+from embeddings.callbacks.run_record import RunRecord, callbacks_of, check_output, mark_output, model_checkpoints
 from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.common.checkpoint_file import add_own_path, copied, read_checkpoint, write_checkpoint
 from embeddings.common.io import check_disk_space
@@ -125,7 +127,7 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
 
 
 def remove_superseded(trainer: L.Trainer, resumed: str | None = None) -> None:
-    """Remove the checkpoints of a run, except `resumed`, that no `ModelCheckpoint` keeps.
+    """Remove the checkpoints that a `ModelCheckpoint` has written and none keeps, except `resumed`.
 
     A killed process may not have removed them, and Lightning never removes the one from which a run was resumed.
     """
@@ -135,10 +137,19 @@ def remove_superseded(trainer: L.Trainer, resumed: str | None = None) -> None:
         return
     named = {name for each in kept for name in (each.last_model_path, each.best_model_path, *each.best_k_models)}
     named = {os.path.abspath(name) for name in (resumed, *named) if name}
-    folders = {os.path.abspath(str(each.dirpath)) for each in kept if each.dirpath is not None}
     for path in sorted(writer.written - named):
-        if os.path.dirname(path) in folders:
+        if any(_names(each, path) for each in kept):
             trainer.strategy.remove_checkpoint(path)
+
+
+def _names(kept: ModelCheckpoint, path: str) -> bool:
+    """Whether a `ModelCheckpoint` may have chosen an absolute path; the user's own files have other names."""
+    value = r"\1=.*" if kept.auto_insert_metric_name else ".*"
+    names = (kept.filename or "{epoch}-{step}", kept.CHECKPOINT_NAME_LAST)
+    patterns = (re.sub(r"\\\{(.*?)(:.*?)?\\\}", value, re.escape(name)) for name in names)
+    folder, name = os.path.split(path)
+    is_inside = kept.dirpath is not None and folder == os.path.abspath(str(kept.dirpath))
+    return is_inside and re.fullmatch(rf"({'|'.join(patterns)})(-v\d+)?\.ckpt", name) is not None
 
 
 def finish_writing(trainer: L.Trainer) -> None:
@@ -214,7 +225,7 @@ def embedder_of(module: L.LightningModule, callback: L.Callback) -> Embedder:
     return embedder
 
 
-class _Export(L.Callback):
+class Export(L.Callback):
     """Writes a directory on rank 0 when training ends; with sharded weights all ranks take part."""
 
     def __init__(self, output: str, best: bool, replace: bool) -> None:
@@ -232,14 +243,12 @@ class _Export(L.Callback):
             self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        exports = [callback for callback in callbacks if isinstance(callback, _Export)]
+        exports = callbacks_of(trainer, Export)
         # The best weights replace the last ones in the module.
         for export in sorted(exports, key=lambda export: export.best) if self is exports[-1] else ():
             export.write(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the directory."""
         strategy = training_strategy(trainer.strategy)
         if trainer.fast_dev_run or not (trainer.is_global_zero or strategy.is_sharded):  # type: ignore[attr-defined]
             return
@@ -255,7 +264,7 @@ class _Export(L.Callback):
         raise NotImplementedError
 
 
-class ExportModel(_Export):
+class ExportModel(Export):
     """Writes the trained model as a sentence-transformers directory with its card when training ends.
 
     Under ZeRO with `bf16-mixed` trained weights are the engine's, in bfloat16; `export` writes a checkpoint's float32.
@@ -308,7 +317,7 @@ class ExportModel(_Export):
         return dataclasses.replace(text, **lengths)
 
 
-class ExportLanguageModel(_Export):
+class ExportLanguageModel(Export):
     """Writes a trained language model as a Hugging Face directory when training ends, with merged LoRA matrices.
 
     Any method can start from it with `backbone: {name: OUTPUT}`.

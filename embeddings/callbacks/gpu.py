@@ -56,7 +56,6 @@ class GPUTraining(L.Callback):
         self.settings = {"allocator": set_allocator(), "float32_products": torch.get_float32_matmul_precision()}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compile layers if that pays."""
         if not self.settings:
             return
         if training_strategy(trainer.strategy).compiles_layers and _num_rows(trainer) >= COMPILED_ROWS:
@@ -71,7 +70,6 @@ class GPUTraining(L.Callback):
                 self.settings["attention_dropout"] = "0"
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Measure how long training waited for the batch."""
         self._waited = time.perf_counter() - self._ended
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:

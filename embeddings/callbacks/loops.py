@@ -16,7 +16,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
 
 from embeddings.callbacks.checkpoints import DurableCheckpointIO, remove_superseded
-from embeddings.callbacks.run_record import run_logger
+from embeddings.callbacks.run_record import callbacks_of, run_logger
 from embeddings.common.process import logger
 
 
@@ -161,6 +161,5 @@ def _order(callback: L.Callback) -> int:
 
 def _time_is_over(trainer: L.Trainer) -> bool:
     """Whether a `Timer` has stopped training. It decides again from its own state, so a longer time may be given."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    left = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
+    left = [timer.time_remaining() for timer in callbacks_of(trainer, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in left)

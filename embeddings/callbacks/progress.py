@@ -47,7 +47,6 @@ class StepProgress(TQDMProgressBar):
         self.every_seconds = every_seconds
 
     def init_train_tqdm(self) -> Any:
-        """The bar of the whole run, without a total if the run has no limit."""
         # Lightning's estimate ignores a `GradientAccumulationScheduler`.
         batches = self.trainer.num_training_batches
         return progress_bar(

@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from embeddings.callbacks.checkpoints import embedder_of
-from embeddings.callbacks.run_record import model_checkpoints
+from embeddings.callbacks.run_record import callbacks_of, model_checkpoints
 from embeddings.common import OptionError
 from embeddings.common.protocols import RunData, run_data
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
@@ -58,9 +58,8 @@ class RetrievalEvaluation(L.Callback):
         self._scores: dict[int, float] = {}
 
     def check_before_model(self, trainer: L.Trainer) -> None:
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for other in callbacks:
-            if isinstance(other, RetrievalEvaluation) and other is not self and other.name == self.name:
+        for other in callbacks_of(trainer, RetrievalEvaluation):
+            if other is not self and other.name == self.name:
                 rule = f"must differ between {self.folder} and {other.folder}"
                 fix = "name one of them, or leave one out"
                 raise OptionError("RetrievalEvaluation.name", self.name, rule, fix)
@@ -167,8 +166,7 @@ class RetrievalEvaluation(L.Callback):
 @contextmanager
 def _saved_weights(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
     """Inside, the module has the weights that a checkpoint gets: under `WeightAveraging` the averages."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averages = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+    averages = callbacks_of(trainer, WeightAveraging)
     # The callback exchanges the weights for a validation loop.
     for average in averages:
         average.on_validation_epoch_start(trainer, module)

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lightning as L
 import yaml
@@ -44,6 +44,8 @@ from embeddings.common.protocols import run_data
 from embeddings.figures.run_facts import validation_scores
 from embeddings.models.model_card import TrainingFacts
 from embeddings.models.moe.upcycling import parameter_counts
+
+Kind = TypeVar("Kind")
 
 # The file in a model directory that names the run which wrote it.
 MODEL_RUN_FILE = "training_run.json"
@@ -77,7 +79,6 @@ class RunRecord(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write the run's `config.yaml` and `run.json` to its folder."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.plain_config, sort_keys=False, allow_unicode=True)
         write_text(self.log_dir / "config.yaml", text)
@@ -119,9 +120,8 @@ class RunRecord(SaveConfigCallback):
             write_json(self.log_dir / "run.json", self._record)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        lines = [callback.harm() for callback in callbacks if hasattr(callback, "harm")]
-        why = "; ".join(filter(None, lines))
+        callbacks: list[Any] = callbacks_of(trainer, L.Callback)
+        why = "; ".join(filter(None, (callback.harm() for callback in callbacks if hasattr(callback, "harm"))))
         if why and trainer.is_global_zero:
             process_logger.warning("warning: %s", why)
         self._note_end(trainer, "finished", why)
@@ -151,8 +151,7 @@ class RunRecord(SaveConfigCallback):
 
     @staticmethod
     def of(trainer: L.Trainer) -> "RunRecord | None":
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        return next((callback for callback in callbacks if isinstance(callback, RunRecord)), None)
+        return next(iter(callbacks_of(trainer, RunRecord)), None)
 
     def facts(self, num_steps: int) -> TrainingFacts:
         """The run's facts for the card of a model after this number of optimiser steps; on rank 0."""
@@ -192,6 +191,11 @@ def write_none_on_exception(trainer: L.Trainer) -> None:
     """Prevent every `ModelCheckpoint` from saving at the current exception; Lightning calls them last."""
     for kept in model_checkpoints(trainer):
         kept.save_on_exception = False
+
+
+def callbacks_of(trainer: L.Trainer, kind: type[Kind]) -> list[Kind]:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, kind)]
 
 
 def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:

@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 import shutil
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -310,8 +309,7 @@ class Steps:
         with open(pairs, encoding="utf-8") as file:
             kinds = [json.loads(line)["kind"] for line in file]
         epochs = REAL_EPOCHS if set(kinds) == {REAL} else EPOCHS
-        folder, days = str(self.output / trained.name.replace("trained", "run")), timedelta(minutes=minutes)
-        hours, rest = divmod(int(days.total_seconds()), 3600)
+        folder = str(self.output / trained.name.replace("trained", "run"))
         max_steps = MAX_GPU_STEPS if torch.cuda.is_available() else MAX_STEPS
         embedder = Embedder.from_pretrained(self.model)
         pooling = component(f"embeddings.models.{type(embedder.pooling).__name__}", **embedder.pooling.arguments())
@@ -323,7 +321,7 @@ class Steps:
             "trainer": {
                 "max_epochs": epochs,
                 "max_steps": max(1, min(max_steps, epochs * (len(kinds) // BATCH_SIZE))),
-                "max_time": f"{hours // 24:02}:{hours % 24:02}:{rest // 60:02}:{rest % 60:02}",
+                "max_time": {"seconds": int(60 * minutes)},
                 "default_root_dir": folder,
                 "logger": component("lightning.pytorch.loggers.CSVLogger", save_dir=folder, name="logs"),
                 # It replaces that of the configs.
@@ -391,7 +389,6 @@ def run_step(argv: list[str]) -> None:
 
 
 def count_rows(path: Path) -> int:
-    """The number of lines of a file; 0 without it."""
     if not path.exists():
         return 0
     with open(path, "rb") as file:

@@ -27,13 +27,22 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import embeddings.data.text_datamodule
 import embeddings.modules  # noqa: F401 - configs may name an imported class without its module
-from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import Export, ExportLanguageModel, ExportModel
 from embeddings.callbacks.gpu import GPUTraining
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
-from embeddings.callbacks.run_record import RunRecord, model_checkpoints, plain_types, run_logger
+from embeddings.callbacks.run_record import RunRecord, callbacks_of, model_checkpoints, plain_types, run_logger
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.parser import OneLineParser, check_configs, expand_recipe, parse_yaml, reason, with_hint
+from embeddings.cli.parser import (
+    OneLineParser,
+    check_configs,
+    class_name,
+    expand_recipe,
+    parse_yaml,
+    plain_key,
+    reason,
+    with_hint,
+)
 from embeddings.cli.trainer import (
     AUTO,
     check_checkpoint,
@@ -205,7 +214,6 @@ class TrainerCLI(LightningCLI):
         self.model = self._made_parts("model").model
 
     def _made_parts(self, *names: str) -> Namespace:
-        """The objects of parts of the config."""
         parts = Namespace(**{name: self.config[name] for name in names})  # type: ignore[no-untyped-call]
         try:
             objects: Namespace = self.parser.instantiate_classes(parts)
@@ -216,7 +224,6 @@ class TrainerCLI(LightningCLI):
         return objects
 
     def after_instantiate_classes(self) -> None:
-        """Check the run before data is read."""
         check_start(self.trainer, self.model, self.datamodule, self.config.ckpt_path)
 
     def run_command(self) -> None:
@@ -339,8 +346,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     """A finished run's scores, folder and model directories, and two commands to run next."""
     logger = run_logger(trainer)
     assert logger is not None
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
+    exports = callbacks_of(trainer, Export)
     model = next((shlex.quote(export.output) for export in exports if isinstance(export, ExportModel)), None)
     checkpoint = next(filter(None, (callback.best_model_path for callback in model_checkpoints(trainer))), None)
     folder, run = Path(logger.log_dir), shlex.quote(logger.log_dir)
@@ -352,7 +358,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
         following = [f"show curves --run {run}"] * bool(curves[LOSS][0]) + [f"report {run}"]
     else:
         following = [f"export --checkpoint {shlex.quote(checkpoint)} --output DIR", f"report {run}"]
-    lines = [score_line(each, curves) for each in callbacks if isinstance(each, RetrievalEvaluation)]
+    lines = [score_line(each, curves) for each in callbacks_of(trainer, RetrievalEvaluation)]
     files = [name for name in (METRICS_FILE, "run.json", "config.yaml") if (folder / name).is_file()]
     lines += [f"run: {logger.log_dir} ({', '.join(files)})"]
     lines += [f"model: {export.output}" for export in exports]
@@ -439,12 +445,12 @@ class Changes:
 
     def __init__(self, run: Namespace, argv: Sequence[str]) -> None:
         self.run, self.lines = run, list[str]()
-        names = (word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
-        self.on_command_line = {_plain(name.removeprefix("__")) for name in names}
+        names = (word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--"))
+        self.on_command_line = set(map(plain_key, names))
 
     def set(self, key: str, value: Any, callback: Any = None) -> None:
         owner = self.run if callback is None else callback.init_args
-        name = _plain(key) if callback is None else f"{_class_name(callback)}.{key}"
+        name = plain_key(key) if callback is None else f"{class_name(callback)}.{key}"
         previous = owner.get(key, value)
         if name not in self.on_command_line and previous != value:
             self.lines.append(f"{name}: {_shown(previous)} -> {_shown(value)}")
@@ -452,7 +458,7 @@ class Changes:
 
     def force(self, key: str, value: Any) -> None:
         """Set an option that belongs to the replaced model, also if it is on the command line."""
-        self.on_command_line.discard(_plain(key))
+        self.on_command_line.discard(plain_key(key))
         self.set(key, value)
 
     def lower(self, key: str, limit: int, callback: Any = None) -> None:
@@ -481,14 +487,14 @@ def limit_data(changes: Changes, num_rows: int) -> None:
 def keep_last_exports(trainer: Namespace) -> None:
     """Drop an `ExportModel` or `ExportLanguageModel` before another one: a later config chooses the folder."""
     given = [trainer.callbacks] if isinstance(trainer.callbacks, Namespace) else trainer.callbacks or []
-    last = {_class_name(one): one for one in given if _class_name(one) in _EXPORTS}
-    trainer.callbacks = [one for one in given if last.get(_class_name(one), one) is one] or trainer.callbacks
+    last = {class_name(one): one for one in given if class_name(one) in _EXPORTS}
+    trainer.callbacks = [one for one in given if last.get(class_name(one), one) is one] or trainer.callbacks
 
 
 def move_exports(changes: Changes, folder: Path) -> None:
     """Let a trial write its models to `folder`, where each trial replaces the one before."""
     for callback in changes.run.trainer.callbacks or ():
-        if _class_name(callback) in _EXPORTS:
+        if class_name(callback) in _EXPORTS:
             changes.set("output", str(folder / Path(callback.init_args.output).name), callback)
             callback.init_args.replace = True
 
@@ -504,10 +510,10 @@ def place_run(run: Namespace, folder: Path) -> None:
             path = options.get(name)
             if isinstance(path, str | Path):
                 options[name] = str(folder if name == "save_dir" else folder / Path(path).name)
-        if options is not None and _class_name(part) == "CSVLogger":
+        if options is not None and class_name(part) == "CSVLogger":
             # Its `version_N` is in the folder itself, not beside an export of the same name.
             options.name = ""
-        if options is not None and _class_name(part) in _EXPORTS:
+        if options is not None and class_name(part) in _EXPORTS:
             options.replace = options.replace or run.ckpt_path == AUTO
 
 
@@ -587,13 +593,5 @@ def _replace_backbone(changes: Changes, name: str, folder: Path, unknown: str | 
         changes.set(f"{key}.attn_implementation", None)
 
 
-def _class_name(part: Namespace) -> str:
-    return str(part.class_path).rpartition(".")[2]
-
-
-def _plain(key: str) -> str:
-    return key.replace(".init_args.", ".")
-
-
 def _shown(value: Any) -> str:
-    return _class_name(value) if isinstance(value, Namespace) else str(value)
+    return class_name(value) if isinstance(value, Namespace) else str(value)

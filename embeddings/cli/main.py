@@ -52,14 +52,12 @@ COMMANDS = {
     "prepare": _own("prepare:prepare", "make a recipe's training data from public data sets", ("recipe",)),
     "prepare docstrings": _own("quickstart:docstrings", "make a training corpus of installed packages"),
     "quickstart": _own("quickstart:quickstart", "train, evaluate and search in minutes"),
-    "passages": _own("passages:passages", "cut documents into passages", ("documents",)),
-    "queries": _own("queries:queries", "make queries for passages, and hold documents out", ("passages",)),
+    "passages": _own("documents:passages", "cut documents into passages", ("documents",)),
+    "queries": _own("documents:queries", "make queries for passages, and hold documents out", ("passages",)),
     "adapt": _own("adapt:adapt", "from one's own documents to better search, measured", ("documents",)),
     "encode": _own("retrieval:encode", "encode the texts of a file into a folder of vectors"),
     "index": _own("retrieval:index", "build an index of encoded vectors, for faster search"),
-    "search": _own(
-        "retrieval:search", "find the documents of a corpus nearest to a query", ("query",), is_optional=True
-    ),
+    "search": _own("retrieval:search", "find the documents nearest to a query", ("query",), is_optional=True),
     "evaluate": _own("retrieval:evaluate", "score a model on evaluation folders or mteb tasks"),
     "compare": _own("compare:compare", "score a model and what was made of it on test queries, and recommend one"),
     "interpolate": _own("compare:interpolate", "write a model between a starting model and its trained one"),
@@ -77,18 +75,9 @@ COMMANDS = {
     "sweep": _own("sweep:sweep", "train runs over a grid, a list or random values of config keys", ("file",)),
     "report": _own("show:report", "write an HTML report on a run", ("run",)),
     "show curves": _own("show:curves", "plot the loss and score of runs"),
-    "show anchor-tokens": _own(
-        "show:anchor_tokens", "show the anchor-token-aware pooling weights of texts", ("texts",)
-    ),
-    "show latent-attention": _own(
-        "show:latent_attention", "show which latents the tokens of texts attend to", ("texts",)
-    ),
-    "show routing": _own(
-        "show:routing",
-        "show how a sparse model routes tokens, or the expert loads of runs",
-        ("texts",),
-        is_optional=True,
-    ),
+    "show anchor-tokens": _own("show:anchor_tokens", "show the weights of anchor-token-aware pooling", ("texts",)),
+    "show latent-attention": _own("show:latent_attention", "show which latents tokens attend to", ("texts",)),
+    "show routing": _own("show:routing", "show the experts of tokens, or those of runs", ("texts",), is_optional=True),
     "show contextual-shift": _own("show:contextual_shift", "plot how vectors move between contexts"),
     "show clusters": _own("show:clusters", "plot the rows of some clusters"),
 }

@@ -108,9 +108,14 @@ def chooses(content: Mapping[str, Any], part: str) -> bool:
 
 
 def class_name(part: Any) -> str:
-    """The class name, without modules, of a callback or logger in a config."""
-    path = part.get("class_path") if isinstance(part, Mapping) else part
+    """The class name, without modules, of a callback or logger in a config, parsed or not."""
+    path = part.get("class_path") if isinstance(part, Mapping | Namespace) else part
     return str(path).rpartition(".")[2]
+
+
+def plain_key(key: str) -> str:
+    """A key without the parts that the command line does not need, so that all its spellings are equal."""
+    return re.sub(r"\.(init_args|class_path)\b", "", key).replace("-", "_")
 
 
 def unfolded(value: Any) -> Any:

@@ -17,9 +17,9 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from embeddings.callbacks.checkpoints import ExportLanguageModel, ExportModel
+from embeddings.callbacks.checkpoints import Export
 from embeddings.callbacks.gradcache import KEPT_FRACTION, free_memory_bytes
-from embeddings.callbacks.run_record import run_logger
+from embeddings.callbacks.run_record import callbacks_of, run_logger
 from embeddings.cli.fit import (
     Changes,
     Checked,
@@ -61,11 +61,7 @@ _PRODUCT_SIZE = 1024
 BYTES_PER_TOKEN = 4
 OPTIONS: dict[str, tuple[type, Any, str]] = {
     "gpus": (int, None, "number of GPUs; default that of the configs"),
-    "gpu": (
-        str,
-        "H100 SXM",
-        "name of the GPU; this or another option of GPUs plans for GPUs also where there are none",
-    ),
+    "gpu": (str, "H100 SXM", "name of the GPU; with an option of GPUs the plan is for GPUs also where there are none"),
     "gpu_memory_gb": (float, 80.0, "memory per GPU in 10^9 bytes"),
     "peak_tflops": (float, 989.0, "peak dense bfloat16 operations per GPU and second, in 10^12"),
     "peak_share": (float, 0.4, "fraction of the peak that the run's arithmetic reaches; on a CPU from 0.1 to 0.5"),
@@ -91,7 +87,6 @@ class Hardware:
 
     @property
     def unit(self) -> str:
-        """What the table's figures are for."""
         return "GPU" if self.kind == "GPU" else "process"
 
 
@@ -149,6 +144,8 @@ def plan(argv: Sequence[str]) -> None:
     print("\n".join(lines(module, cost, texts, run, setting, options, hardware)))
     if is_quantised:
         print("note: weights in 4 bits are counted in bfloat16")
+    if configured(run, "GradientAccumulationScheduler"):
+        print("note: GradientAccumulationScheduler is left out: a step is one batch of each process")
 
 
 def build(parser: LightningArgumentParser, run: Any, model_config: str | None, folder: Path) -> BaseModule:
@@ -182,7 +179,6 @@ def build(parser: LightningArgumentParser, run: Any, model_config: str | None, f
 
 
 def is_for_cpu(trainer: Any) -> bool:
-    """Whether the run would use this machine's CPU."""
     is_small = trainer.num_nodes == 1 and (num_devices(trainer.devices) or 1) == 1
     without_gpu = trainer.accelerator == "auto" and is_small and not torch.accelerator.is_available()
     return trainer.accelerator == "cpu" or without_gpu
@@ -220,14 +216,26 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def gradcache_options(run: Any) -> Any:
-    caches = [each for each in run.trainer.callbacks or () if each.class_path.endswith("GradCacheCallback")]
+    caches = configured(run, "GradCacheCallback")
     return caches[-1].init_args if caches else {}
 
 
+def configured(run: Any, name: str) -> list[Any]:
+    return [each for each in run.trainer.callbacks or () if each.class_path.endswith(name)]
+
+
+def planned_devices(trainer: Any) -> int:
+    count = num_devices(trainer.devices)
+    if count is None and trainer.accelerator != "cpu":
+        count = torch.cuda.device_count() or None
+    if count is None and str(trainer.devices) == "-1":
+        raise OptionError("trainer.devices", -1, "is all GPUs, of which this machine has none", "give --gpus")
+    return count or 1
+
+
 def setting_of(run: Any, gpus: int | None) -> Setting:
-    """The settings of the run that determine the cost of a step."""
     trainer = run.trainer
-    ranks = gpus or (num_devices(trainer.devices) or 1) * trainer.num_nodes
+    ranks = gpus or planned_devices(trainer) * trainer.num_nodes
     options = gradcache_options(run)
     kept = options.get("kept_gib")
     is_auto = kept == "auto" and options.get("kept_fraction") is None
@@ -444,11 +452,9 @@ class RunCheck(TrainerCLI):
         )
 
     def after_instantiate_classes(self) -> None:
-        """Run the checks of all parts and collect their errors."""
         self._raise_errors(*start_checks(self.trainer, self.model, self.datamodule, self.config.ckpt_path))
 
     def run_command(self) -> None:
-        """Read the data and print what the run would do."""
         trainer, module, data = self.trainer, self.model, self.datamodule
         with ExitStack() as stack:
             stack.enter_context(planning_for(trainer.world_size))
@@ -472,7 +478,6 @@ class RunCheck(TrainerCLI):
         run_checks([*(partial(fail, error) for error in self.errors), *checks])
 
     def lines(self) -> list[str]:
-        """The run's model, data, hardware and paths."""
         module, config, trainer, data = self.model, self.config, self.trainer, self.datamodule
         model = self.config_dump["model"]["init_args"]
         backbones = [model.get(name) for name in module_class(self.config).backbones]
@@ -496,9 +501,7 @@ class RunCheck(TrainerCLI):
         lines.append(f"hardware: {', '.join(shown)}{'' if self.is_here else '; not available here, so not tested'}")
         if (logger := run_logger(trainer)) is not None:
             lines.append(f"run: {logger.log_dir}")
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        exports = [callback for callback in callbacks if isinstance(callback, ExportModel | ExportLanguageModel)]
-        lines += [f"model directory: {callback.output}" for callback in exports]
+        lines += [f"model directory: {export.output}" for export in callbacks_of(trainer, Export)]
         path = config.ckpt_path
         content = peek_checkpoint(path) if path and Path(path).exists() else {}
         lines.append(f"resume: {path}, step {content.get('global_step', 'unknown')}" if path else "resume: no")

@@ -231,7 +231,6 @@ class StageWork:
         return target.parent / "fetched" / target.name if self.filters(key) or self.mines(key) else target
 
     def encoding(self, prompts: Mapping[str, Any]) -> dict[str, Any]:
-        """The prompts and devices, as arguments of the steps."""
         texts = {name: prompts[name] for name in ("query_prompt", "document_prompt") if name in prompts}
         encoding = EncodingOptions(devices=self.options.devices, **texts)
         return {**encoding.prompts, "devices": encoding.device_names}

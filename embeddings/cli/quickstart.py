@@ -82,7 +82,7 @@ def score_bm25(data: Folders) -> dict[str, Any]:
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, 100, folder.tie_order_N)
-        scores[split] = rounded(retrieval_metrics(ranked, folder.qrels).metrics)
+        scores[split] = rounded(retrieval_metrics(ranked, folder.qrels))
     return scores
 
 
@@ -104,7 +104,6 @@ def rounded(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def show_searches(folder: RetrievalFolder, document_ND: Vectors) -> None:
-    """Answer three example questions from the held-out packages."""
     encoder = Encoder.from_pretrained(str(OUTPUT))
     hits = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, hits.score_QK.tolist(), hits.index_QK.tolist(), strict=True):

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.parser import OneLineParser, expand_recipe, located, read_configs, read_yaml
+from embeddings.cli.parser import OneLineParser, expand_recipe, located, plain_key, read_configs, read_yaml
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.errors import CHECKOUT, program, refuse_given, require
 from embeddings.common.io import atomic_path, file_lock, read_json_or_empty, require_own_output
@@ -34,7 +34,7 @@ from embeddings.figures.run_facts import metrics_path, read_curves
 
 SEED_KEY = "seed_everything"
 # Options that the sweep gives to each run.
-OWN_KEYS = ("ckpt_path", "run_dir", "run-dir")
+OWN_KEYS = ("ckpt_path", "run_dir", "trainer.default_root_dir")
 # Python's arguments that start the command line; -P keeps the current folder out of the import path.
 COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
 # The last columns of the CSV file of results.
@@ -413,7 +413,7 @@ def _print_table(rows: Sequence[Sequence[Any]]) -> None:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """A short name for each key: as few of its last parts as make it unique."""
-    parts = {key: re.sub(r"\.(init_args|class_path)\b", "", key).split(".") for key in keys}
+    parts = {key: plain_key(key).split(".") for key in keys}
     names = {}
     for key, path in parts.items():
         others = [parts[other] for other in keys if other != key]
@@ -460,10 +460,13 @@ def _read(path: Path) -> SweepFile:
         raise InputError(f"{path}: num_runs", "is for method random or tpe, which need it", "change one of the two")
     if file.num_runs is not None and file.num_runs < 1:
         raise InputError(f"{path}: num_runs", f"must be >= 1, got {file.num_runs}", "leave it out for a grid")
+    spelled: dict[str, str] = {}
     for key, source in parameters.items():
-        if not isinstance(key, str) or key in OWN_KEYS:
+        if not isinstance(key, str) or plain_key(key) in OWN_KEYS:
             own = ", ".join(OWN_KEYS)
             raise InputError(f"{path}: parameters.{key}", f"must be a config key other than {own}", "name another")
+        if (other := spelled.setdefault(plain_key(key), key)) != key:
+            raise InputError(f"{path}: parameters.{key}", f"is the same key as {other}", "keep one of the two")
         is_range = isinstance(source, dict) and file.method != "grid"
         if not is_range and (not isinstance(source, list) or not source):
             what = f"must be a list of values, got {source!r}"

@@ -21,7 +21,7 @@ from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import replace_displays
 from embeddings.callbacks.run_record import ResumedRun, RunRecord, keep_metrics, model_checkpoints, run_logger
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.parser import CONFIGS
+from embeddings.cli.parser import CONFIGS, read_yaml
 from embeddings.common import InputError, OptionError, PreemptedError
 from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown
@@ -53,6 +53,8 @@ _FREE = (
     ".tile_logits",
     ".tile_size",
 )
+# Mappings that may have only the keys that the user wrote, so that a key which the checkpoint lacks is a change.
+_AS_WRITTEN = (".columns", ".label_texts", ".prompts", ".text")
 
 
 class Trainer(L.Trainer):
@@ -179,15 +181,18 @@ def choose_folder(trainer: L.Trainer, run: dict[str, Any], path: str | None, dat
                 pin_checkpoint_dir(trainer, path)
         keep_metrics(trainer, resumed)
         if resumed is None:
-            check_new_folder(trainer, is_auto)
+            check_new_folder(trainer, run, is_auto)
     record = RunRecord.of(trainer)
     if record is not None:
         record.plain_config = {**run, "ckpt_path": path}
     return path
 
 
-def check_new_folder(trainer: L.Trainer, is_auto: bool) -> None:
-    """Refuse a folder of another run, and with `auto` checkpoints where `auto` would not find them."""
+def check_new_folder(trainer: L.Trainer, run: Mapping[str, Any], is_auto: bool) -> None:
+    """Refuse a folder of another run, and with `auto` checkpoints where `auto` would not find them.
+
+    With `auto` a run that ended before its first checkpoint starts again in its folder.
+    """
     metrics_logger = run_logger(trainer)
     if metrics_logger is None:
         return
@@ -199,14 +204,24 @@ def check_new_folder(trainer: L.Trainer, is_auto: bool) -> None:
             hint = "give --run-dir FOLDER, which holds all that the run writes"
             raise OptionError("trainer.default_root_dir", trainer.default_root_dir, rule, hint)
     # Without a version the folder is new, and reading `log_dir` would choose it too early.
-    is_chosen = metrics_logger._version is not None and is_first_process()
-    if not is_auto and is_chosen and (Path(metrics_logger.log_dir) / "run.json").is_file():
+    if metrics_logger._version is None or not is_first_process():
+        return
+    folder = Path(metrics_logger.log_dir)
+    if (folder / "run.json").is_file() and not (is_auto and _is_unfinished(folder, run)):
         hint = "leave out the version of trainer.logger, or resume by --ckpt_path"
-        raise InputError(metrics_logger.log_dir, "is the folder of another run", hint)
+        raise InputError(str(folder), "is the folder of another run", hint)
+
+
+def _is_unfinished(folder: Path, run: Mapping[str, Any]) -> bool:
+    config = read_yaml(folder / "config.yaml", f"{folder}/config.yaml")
+    return first_difference(config, run) is None and not _is_finished(read_json_or_empty(folder / "run.json"))
+
+
+def _is_finished(record: Mapping[str, Any]) -> bool:
+    return (record.get("end") or {}).get("how") == "finished"
 
 
 def checks_before_model(trainer: L.Trainer, data: Any, checkpoint: str | None) -> Iterator[Callable[[], None]]:
-    """The checks of a run that need no model."""
     for part in (data, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChecksBeforeModel):
             yield partial(part.check_before_model, trainer)
@@ -326,8 +341,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     for folder in (Path(str(saved.get("folder"))), *list(path.parents)[:2]):
         record = read_json_or_empty(folder / "run.json")
         if saved.get("id") and record.get("id") == saved["id"]:
-            is_finished = (record.get("end") or {}).get("how") == "finished"
-            if is_auto or not (is_finished or _difference(content, run, None)):
+            if is_auto or not (_is_finished(record) or _difference(content, run, None)):
                 return ResumedRun(folder, int(content.get("global_step", 0)))
             return None
     return None
@@ -357,7 +371,7 @@ def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
 def first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
     """The first setting that shows that a checkpoint belongs to another run, as text, or None; configs are plain types.
 
-    Model, data and seed must be equal, except `_FREE` settings and those that the checkpoint does not have.
+    Model, data and seed must be equal, except `_FREE` settings and options that the checkpoint does not have.
     """
     draws_seed = current.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
@@ -368,8 +382,8 @@ def _differences(path: str, saved: Any, current: Any) -> Iterator[str]:
     if path.endswith(_FREE):
         return
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        for name, value in saved.items():
-            yield from _differences(f"{path}.{name}", value, current.get(name))
+        for name in {**saved, **current} if path.endswith(_AS_WRITTEN) else saved:
+            yield from _differences(f"{path}.{name}", saved.get(name), current.get(name))
     elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
         for index, (before, now) in enumerate(zip(saved, current, strict=True)):
             yield from _differences(f"{path}[{index}]", before, now)

@@ -198,6 +198,11 @@ class Compression:
         if pruning.prune is None and quantization.quantize is None and pruning.layers is None:
             rule = "or quantize or layers must be given"
             raise OptionError("prune", None, rule, "try --prune sparsegpt --pattern 2:4")
+        if pruning.prune != "sparsegpt" and quantization.quantize is None:
+            for name in ("damping", "block_size"):
+                if (value := getattr(pruning, name)) != getattr(PruningOptions, name):
+                    rule = "has no effect without --prune sparsegpt or --quantize"
+                    raise OptionError(name, value, rule, "leave it out")
         self.output = output.expanduser().absolute()
         if os.path.lexists(self.output):
             raise OptionError("output", str(output), "already exists", "name a new folder, or remove it")

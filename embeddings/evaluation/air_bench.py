@@ -72,7 +72,6 @@ class AirBenchSet(NamedTuple):
 
     @property
     def repository(self) -> str:
-        """The Hub data set of the corpus and queries."""
         return f"AIR-Bench/{self.task}_{self.domain}_{self.language}"
 
     def splits(self) -> dict[str, tuple[str, str, tuple[str, ...]]]:
@@ -98,7 +97,6 @@ def _table() -> dict[str, Any]:
 
 @cache
 def air_bench_sets() -> tuple[AirBenchSet, ...]:
-    """All data sets of both versions."""
     return tuple(
         AirBenchSet(version, task, domain, language, dataset, split)
         for version, task, domain, languages, dataset, splits in _table()["sets"]

@@ -77,54 +77,37 @@ class Qrels:
         return np.bincount(self.query_J[self.relevance_J > 0], minlength=self.num_queries).astype(np.int64)
 
 
-class RetrievalScores(NamedTuple):
-    """Means over the `num_queries` queries with a judgment; the other `num_skipped` are skipped.
-
-    `metrics` has `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>` and `map_at_<k>` for each cutoff k; it is empty if
-    `num_queries` is 0.
-    """
-
-    metrics: dict[str, float]
-    num_queries: int
-    num_skipped: int
-
-
-def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The mean metrics of rankings, (Q, K) rows with -1 for no document, at each cutoff; it may be larger than K."""
-    num_counted = int(np.count_nonzero(np.bincount(qrels.query_J, minlength=qrels.num_queries)))
-    values = query_metrics(ranked_QK, qrels, cutoffs) if num_counted else {}
-    metrics = {name: float(value_Q.mean()) for name, value_Q in values.items()}
-    return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
+def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> dict[str, float]:
+    """The means of `query_metrics` over the queries, by name; empty if no query has a judgment."""
+    values = query_metrics(ranked_QK, qrels, cutoffs)
+    return {name: float(value_Q.mean()) for name, value_Q in values.items() if len(value_Q)}
 
 
 def query_ndcg(ranked_QK: Ints, qrels: Qrels) -> Floats:
-    """nDCG@10 of each query with a judgment, in the order of the queries; its mean is that of `retrieval_metrics`."""
+    """nDCG@10 of each query with a judgment, in the order of the queries, (Q,)."""
     return query_metrics(ranked_QK, qrels, (10,))["ndcg_at_10"]
 
 
 def query_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> dict[str, Floats]:
-    """The metrics of each query with a judgment, (Q,) each, whose means `retrieval_metrics` returns."""
-    gain_QK = qrels.gain(ranked_QK)
+    """nDCG, MRR, recall and MAP of each query with a judgment, (Q,) each, at each cutoff, by names like `ndcg_at_10`.
+
+    `ranked_QK` has the rows of documents, best first, with -1 for no document. A cutoff may be larger than K. A query
+    without a relevant document has the value 0.
+    """
+    gain_QK, num_relevant_Q = qrels.gain(ranked_QK), qrels.num_relevant()
     counted_Q = np.bincount(qrels.query_J, minlength=qrels.num_queries) > 0
-    return {
-        f"{name}_at_{cutoff}": value_Q[counted_Q]
-        for cutoff in cutoffs
-        for name, value_Q in _query_metrics(gain_QK[:, :cutoff], qrels, cutoff).items()
-    }
-
-
-def _query_metrics(gain_QK: Floats, qrels: Qrels, cutoff: int) -> dict[str, Floats]:
-    """The metrics of each query, (Q,) each; 0 without a relevant document."""
-    relevant_QK, rank_K = gain_QK > 0, np.arange(gain_QK.shape[1]) + 1.0
-    precision_QK = relevant_QK.cumsum(axis=1) / rank_K
-    return {
-        "ndcg": _ratio(dcg(gain_QK), dcg(qrels.ideal_gain(cutoff))),
+    metrics = dict[str, Floats]()
+    for cutoff in cutoffs:
+        best_QK = gain_QK[:, :cutoff]
+        relevant_QK, rank_K = best_QK > 0, np.arange(best_QK.shape[1]) + 1.0
+        precision_QK = relevant_QK.cumsum(axis=1) / rank_K
+        metrics[f"ndcg_at_{cutoff}"] = _ratio(dcg(best_QK), dcg(qrels.ideal_gain(cutoff)))
         # One over the rank of the first relevant document.
-        "mrr": np.max(relevant_QK / rank_K, axis=1, initial=0.0),
-        "recall": _ratio(relevant_QK.sum(axis=1), qrels.num_relevant()),
+        metrics[f"mrr_at_{cutoff}"] = np.max(relevant_QK / rank_K, axis=1, initial=0.0)
+        metrics[f"recall_at_{cutoff}"] = _ratio(relevant_QK.sum(axis=1), num_relevant_Q)
         # Documents beyond the cutoff count in the denominator, as in trec_eval's `map_cut`.
-        "map": _ratio((precision_QK * relevant_QK).sum(axis=1), qrels.num_relevant()),
-    }
+        metrics[f"map_at_{cutoff}"] = _ratio((precision_QK * relevant_QK).sum(axis=1), num_relevant_Q)
+    return {name: value_Q[counted_Q] for name, value_Q in metrics.items()}
 
 
 def dcg(gain_QK: Floats) -> Floats:
@@ -302,7 +285,6 @@ def read_retrieval_files(files: RetrievalFiles, show_progress: bool = False) -> 
 
 
 def read_packed_corpus(corpus: Path, show_progress: bool) -> tuple[PackedTexts, PackedTexts]:
-    """The ids and the texts of a corpus file."""
     document_ids, documents = PackedTexts(), PackedTexts()
     for document in read_corpus(corpus, show_progress=show_progress):
         document_ids.append(document.document_id)

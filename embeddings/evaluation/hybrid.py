@@ -136,7 +136,8 @@ class HybridResult:
         difference = {"metric": "ndcg_at_10", **self.difference._asdict()}
         other = {"bm25": self.bm25, "metrics": self.hybrid, "difference": difference, "language": self.language}
         other |= {} if self.tuned is None else {"tuned": self.tuned.difference._asdict()}
-        return {**asdict(self.dense), "hybrid": {**asdict(self.rule), **other}}
+        rule: dict[str, Any] = {"fusion": "rrf"} if self.rule.fusion == "rrf" else asdict(self.rule)
+        return {**asdict(self.dense), "hybrid": {**rule, **other}}
 
 
 def evaluate_hybrid(
@@ -187,13 +188,12 @@ def evaluate_hybrid(
                 tuned = tune_weight(rule, folder.qrels, partial(search.fused, words)) if tune else None
                 used = rule if tuned is None else tuned.rule
                 rankings = search.dense(), search.words(words), *search.fused(words, [used])
-                scores = [retrieval_metrics(row_QK, folder.qrels, CUTOFFS) for row_QK in rankings]
+                dense, of_words, fused = (retrieval_metrics(row_QK, folder.qrels, CUTOFFS) for row_QK in rankings)
                 dense_Q, _, hybrid_Q = (query_ndcg(row_QK, folder.qrels) for row_QK in rankings)
-                counts = {**folder.counts, "num_queries": scores[0].num_queries, "num_skipped": folder.num_skipped}
+                counts = {**folder.counts, "num_skipped": folder.num_skipped}
                 if context_size is not None:
                     counts["num_context"] = context_size
                 seconds = encoding_seconds + time.perf_counter() - start
-                dense, of_words, fused = (each.metrics for each in scores)
                 result = EvaluationResult(name, folder.kind, dense, counts, seconds, width)
                 difference = paired_bootstrap(hybrid_Q, dense_Q)
                 results.append(HybridResult(result, of_words, fused, difference, used, language, tuned))

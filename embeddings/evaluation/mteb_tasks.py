@@ -115,7 +115,6 @@ def _dataset(folder: EvaluationFolder, where: str) -> Any:
 
 
 def _files_sha256(path: Path) -> str:
-    """A hash of the data files of a folder."""
     files = (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
     names = sorted(file.relative_to(path) for file in files)
     lines = "".join(f"{name} {file_sha256(path / name)}\n" for name in names)

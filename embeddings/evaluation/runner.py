@@ -65,10 +65,9 @@ class EvaluationResult:
 
 
 class RetrievalRun(NamedTuple):
-    """Metrics, counts, and the vectors of the documents as encoded, (N, D) float32."""
+    """Metrics, and the vectors of the documents as encoded, (N, D) float32."""
 
     metrics: Metrics
-    counts: Counts
     document_ND: Vectors
 
 
@@ -217,10 +216,9 @@ def score_retrieval(encoder: Encoder, folder: RetrievalFolder, context: Context 
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
     query_QD, tiles = FolderEncoder(encoder, context=context).query_and_tiles(folder)
     document_ND = np.empty((len(folder.documents), encoder.embedding_dim), np.float32)
-    [(metrics, counts, _)] = _score_retrieval(
-        encoder, folder, query_QD, copied_tiles(tiles, document_ND), [encoder.embedding_dim]
-    )
-    return RetrievalRun(metrics, counts, document_ND)
+    copied = copied_tiles(tiles, document_ND)
+    [(metrics, _, _)] = _score_retrieval(encoder, folder, query_QD, copied, [encoder.embedding_dim])
+    return RetrievalRun(metrics, document_ND)
 
 
 def copied_tiles(tiles: Iterable[Vectors], document_ND: Vectors) -> Iterator[Vectors]:
@@ -295,7 +293,7 @@ def _score_retrieval(
     scored = []
     for search, of_tiles in zip(searches, seconds, strict=True):
         start = time.perf_counter()
-        scores = retrieval_metrics(search.result().index_QK, folder.qrels, CUTOFFS)
-        counts = {**folder.counts, "num_queries": scores.num_queries, "num_skipped": folder.num_skipped}
-        scored.append((scores.metrics, counts, of_tiles + time.perf_counter() - start))
+        metrics = retrieval_metrics(search.result().index_QK, folder.qrels, CUTOFFS)
+        counts = {**folder.counts, "num_skipped": folder.num_skipped}
+        scored.append((metrics, counts, of_tiles + time.perf_counter() - start))
     return scored

@@ -177,6 +177,10 @@ class TaskResults:
         result = self.find(task, width)
         return None if result is None else float(result.get_score())
 
+    def row(self, task: AbsTask) -> "TaskScore":
+        about, scores = task.metadata, {width: self.score(task, width) for width in self.metas}
+        return TaskScore(about.name, about.type, about.main_score, scores)
+
     def write(self, result: TaskResult, width: int) -> None:
         folder = self.folder_of(width)
         write_json(folder / "model_meta.json", json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
@@ -199,15 +203,7 @@ class TaskScore(NamedTuple):
 
 def write_table(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
     """Write `scores.csv` with the scores of these tasks beside the results of each width, and return the scores."""
-    scores = [
-        TaskScore(
-            task.metadata.name,
-            task.metadata.type,
-            task.metadata.main_score,
-            {width: results.score(task, width) for width in results.metas},
-        )
-        for task in tasks
-    ]
+    scores = list(map(results.row, tasks))
     for width in results.metas:
         text = io.StringIO()
         rows = [score._replace(scores={width: score.scores[width]}) for score in scores]
@@ -359,7 +355,6 @@ def _run(adapted: TaskEncoder, task: AbsTask, results: TaskResults, settings: Ta
 
 
 def _parts(task: AbsTask) -> list[AbsTask]:
-    """The subtasks of an aggregate task, or the task itself."""
     return list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
 
 

@@ -131,7 +131,9 @@ def _results(facts: RunFacts) -> list[list[str]]:
     rows = []
     for arguments in (*facts.callbacks("ExportModel"), *facts.callbacks("ExportLanguageModel")):
         output = str(arguments.get("output"))
-        state = "found" if Path(output).is_dir() else "not found"
+        # The folder in which the run was started, to which the path may be relative, is not recorded.
+        missing = "not found" if Path(output).is_absolute() else "not found below the working folder"
+        state = "found" if Path(output).is_dir() else missing
         rows.append([output, f"model directory, {state} when this page was written", ""])
     folders = {part.folder.absolute() for part in facts.parts}
     # A sweep's run writes its checkpoints beside the folders of its processes.

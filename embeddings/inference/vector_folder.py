@@ -442,14 +442,14 @@ def encoding_fields(
     vector_format: VectorFormat = "float32",
     context: Context | None = None,
 ) -> tuple[dict[str, Any], int]:
-    """What determines the output of `encode_corpus`, and the number of characters of all texts; reads the corpus."""
+    """What determines the output of `encode_corpus`, and the bytes of all texts in UTF-8; reads the corpus."""
     shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
     require_shard_size(shard_size)
     require_format(vector_format, encoder.embedding_dim)
     num_documents, text_bytes = 0, 0
     for document in read_corpus(corpus, columns, encoder.show_progress):
         num_documents += 1
-        text_bytes += len(document.text)
+        text_bytes += len(document.text.encode())
     encoder.encode([""], prompt_name, context, role=role)
     fields = {
         "kind": "vectors",

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from embeddings.callbacks import preemption
@@ -120,14 +121,24 @@ def test_a_stop_waits_for_the_thread_and_the_resumed_run_is_bit_identical(
     assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
 
 
-def test_a_copy_of_a_checkpoint_remains_when_the_run_is_resumed_from_it(tmp_path: Path) -> None:
+class SavesOwn(Callback):
+    """Saves a checkpoint of the user's own beside those of `ModelCheckpoint`."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        kept: Any = trainer.checkpoint_callback
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(Path(kept.dirpath) / "mine.ckpt")
+
+
+def test_a_copy_and_a_users_own_checkpoint_remain_when_the_run_is_resumed(tmp_path: Path) -> None:
     config = preempted_config(tmp_path)
+    config["trainer"]["callbacks"].append(component("tests.callbacks.test_checkpoint_runs.SavesOwn"))
     assert exit_code(tmp_path, signalled(config, step=3, numbers=[10])) == 75
     (last,) = tmp_path.rglob("last.ckpt")
     copy = shutil.copyfile(last, last.with_name("copy.ckpt"))
     assert exit_code(tmp_path, config, "--ckpt_path", str(copy)) == 0
     found = sorted(path.name for path in (tmp_path / "run").rglob("*.ckpt"))
-    assert found == ["copy.ckpt", "last.ckpt"]
+    assert found == ["copy.ckpt", "last.ckpt", "mine.ckpt"]
 
 
 def test_too_little_disk_space_is_refused_before_anything_is_written(

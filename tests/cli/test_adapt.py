@@ -85,7 +85,7 @@ def test_documents_alone_become_pairs_a_verdict_an_index_and_a_file_of_labels(do
     assert "Not measured on your queries" in printed
     config = yaml.safe_load(Path("mine/train.yaml").read_text())
     assert (config["trainer"]["max_epochs"], config["trainer"]["max_steps"]) == (1, 2)
-    assert config["trainer"]["max_time"] == "00:00:30:00"
+    assert config["trainer"]["max_time"] == {"seconds": 1800}
     assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 3e-5
     assert config["model"]["init_args"]["initial_model"] == model
     # The start is kept, and its vectors are what is searched, with BM25.
@@ -375,7 +375,7 @@ def test_a_models_queries_are_used_if_validation_queries_prefer_them(
     chosen = "trained-model" if is_better else "trained"
     assert f"0.25 of the way from {model} to mine/{chosen}\n" in printed
     first, second = (yaml.safe_load(Path(f"mine/train{name}.yaml").read_text()) for name in ("", "-model"))
-    assert {each["trainer"]["max_time"] for each in (first, second)} == {"00:00:15:00"}
+    assert [each["trainer"]["max_time"] for each in (first, second)] == [{"seconds": 900}] * 2
     data = [each["data"]["init_args"] for each in (first, second)]
     sources = [(each["sources"][0]["path"], each["num_negatives"]) for each in data]
     records = {"line": ("mine/mined-model.parquet", 1), "tasks": ("mine/negatives-model/records.jsonl", 4)}

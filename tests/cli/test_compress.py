@@ -137,6 +137,8 @@ def test_a_user_error_is_reported_in_one_line_and_nothing_is_written(compress, m
     refused("pattern has no effect without --prune", "--pattern", "2:4", "--quantize", "int8")
     refused("group_size has no effect without --quantize", "--prune", "wanda", "--group-size", "16")
     refused("calibration has no effect without --prune wanda", "--prune", "magnitude")
+    for words in (("--damping", "0.1"), ("--block-size", "64")):
+        refused("has no effect without --prune sparsegpt or --quantize", "--prune", "wanda", *words)
     refused("output already exists", "--prune", "wanda", output="taken")
     refused("damping must be > 0", "--prune", "sparsegpt", "--damping", "0")
     refused("block_size must be a multiple of 8", "--prune", "sparsegpt", "--pattern", "4:8", "--block-size", "20")

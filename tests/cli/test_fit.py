@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, held_messages, run_trainer
@@ -20,7 +21,6 @@ OFF = {"in_batch_negatives": False}
 
 
 def sources_of(monkeypatch, folder, config, *extra):
-    """The sources that a run would train on."""
     found = []
 
     def note(cli):

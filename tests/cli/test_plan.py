@@ -211,6 +211,20 @@ def test_a_plan_for_a_gpu_has_its_mini_batches_and_warns_of_a_run_that_does_not_
     assert "shard with FSDP2 or ZeRO" in warning
 
 
+def test_all_gpus_are_those_of_this_machine_and_accumulation_by_epoch_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = component("GradientAccumulationScheduler", scheduling={0: 4})
+    words = ["--config", small(tmp_path, accelerator="gpu", callbacks=[schedule]), "--trainer.devices=-1"]
+    for num_gpus, says in ((0, "trainer.devices is all GPUs, of which this machine has none, got -1"), (4, "")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        assert main(["plan", *words]) == (0 if num_gpus else 2)
+        said = capsys.readouterr()
+        assert says in said.err
+    assert re.search(r"GPUs +4 x H100 SXM, ddp, ", said.out)
+    assert said.out.endswith("GradientAccumulationScheduler is left out: a step is one batch of each process\n")
+
+
 def test_gradcache_and_a_model_config_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = component("GradCacheCallback", mini_batch_tokens=64)
     config = ["--config", small(tmp_path, callbacks=[cache]), "--model.backbone.name", "nobody/nothing"]

@@ -176,10 +176,18 @@ def test_auto_is_refused_where_it_would_not_find_the_runs_checkpoints(tmp_path):
 def test_a_second_run_does_not_write_to_the_folder_of_the_first(tmp_path):
     words = ["fit", "--config", write_config(tmp_path, run_config(tmp_path)), "--trainer.logger.init_args.version=one"]
     run_trainer(words)
+    for path in (tmp_path / "run").rglob("*.ckpt"):
+        path.unlink()
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     says = "/one: is the folder of another run; leave out the version of trainer.logger"
-    refused(InputError, says, run_trainer, words)
+    for more in ([], ["--ckpt_path=auto"]):
+        refused(InputError, says, run_trainer, [*words, *more])
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    # A run that ended before its first checkpoint starts again in its folder.
+    record = tmp_path / "run/tiny/one/run.json"
+    record.write_text(record.read_text().replace('"finished"', '"failed"'))
+    refused(InputError, says, run_trainer, [*words, "--ckpt_path=auto", "--model.normalize=false"])
+    assert run_trainer([*words, "--ckpt_path=auto"]).trainer.global_step == 4
 
 
 RUN: dict[str, Any] = {
@@ -200,6 +208,7 @@ RUN: dict[str, Any] = {
             "num_workers": 0,
             "sampler": {"class_path": "CurriculumBatchSampler", "init_args": {"total_steps": None}},
             "sources": [{"name": "pairs", "path": "pairs.jsonl", "licence": None}],
+            "text": {"prompts": {"query": "q: "}},
         },
     },
 }
@@ -226,6 +235,14 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),
         (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
         (changed(data__init_args__sampler__init_args__total_steps=9), "data.init_args.sampler.init_args.total_steps"),
+        (
+            changed(data__init_args__text__prompts__document="d: "),
+            "data.init_args.text.prompts.document is None in the",
+        ),
+        (
+            changed(data__init_args__text__suffix="!"),
+            "data.init_args.text.suffix is None in the checkpoint and '!' here",
+        ),
     ],
 )
 def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: str) -> None:

@@ -140,6 +140,11 @@ UNPARSED = [
     ({"parameters": {"a": [1, {"b": 2, "c": 3}, {"c": 3, "b": 2}]}}, r"parameters\.a: lists a value twice"),
     ({"parameters": {1: [2]}}, r"parameters\.1: must be a config key other than ckpt_path, run_dir"),
     ({"parameters": {"ckpt_path": ["a", "b"]}}, r"parameters\.ckpt_path: must be a config key other than ckpt_path"),
+    (
+        {"parameters": {"trainer.default_root_dir": ["a"]}},
+        r"parameters\.trainer\.default_root_dir: must be a config key",
+    ),
+    ({"parameters": {"model.loss.init_args.t": [1], "model.loss.t": [2]}}, r"t: is the same key as model\.loss\.init"),
     ({"parameters": ONE, "num_runs": 3}, "num_runs: is for method random or tpe, which need it"),
     ({**RANDOM, "num_runs": 0, "parameters": ONE}, "num_runs: must be >= 1, got 0"),
 ]

@@ -14,8 +14,7 @@ from tests.helpers.refusals import assert_refused
 
 @pytest.fixture(autouse=True)
 def work(tmp_path, monkeypatch):
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)

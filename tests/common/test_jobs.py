@@ -102,8 +102,6 @@ def test_the_first_process_sets_a_default_and_the_others_read_it(tmp_path):
     second.finish()
     assert json.loads((tmp_path / "job" / "manifest.json").read_text())["budget"] == 64
     assert ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 8}).fields["budget"] == 64
-    with pytest.raises(InputError, match="field 'seed'"):
-        ShardedJob(tmp_path / "job", {**FIELDS, "seed": 4}, 1, defaults={"budget": 64})
 
 
 def test_tasks_in_any_order_write_the_same_bytes_as_one_process(tmp_path):

@@ -55,10 +55,11 @@ def test_an_array_task_trains_its_point_of_a_sweep_and_fails_without_a_line(tmp_
     code, given, _ = run(tmp_path, "array.sbatch", ["rates.yaml"], TASK | {"SLURM_ARRAY_TASK_ID": "0"}, code=143)
     assert (code, given) == (143, "--kill-on-bad-exit=1 embeddings sweep rates.yaml --index 0")
     (tmp_path / "given.txt").unlink()
-    (tmp_path / "runs.txt").write_text("--recipe first\n--recipe second")
-    code, given, errors = run(tmp_path, "array.sbatch", ["runs.txt"], TASK | {"SLURM_ARRAY_TASK_ID": "3"})
-    assert (code, given) == (2, "")
-    assert errors == "error: runs.txt has no line 3; give --array=1-2\n"
+    (tmp_path / "runs.txt").write_text("# two runs\n--recipe first\n \n\n  --recipe second")
+    for line in ("1", "3", "4", "6"):
+        code, given, errors = run(tmp_path, "array.sbatch", ["runs.txt"], TASK | {"SLURM_ARRAY_TASK_ID": line})
+        assert (code, given) == (2, "")
+        assert errors == f"error: runs.txt has no run in line {line}; give --array=2,5\n"
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])

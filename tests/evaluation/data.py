@@ -23,7 +23,6 @@ def write_retrieval(folder):
 
 
 def write_similarity(folder):
-    """Four pairs."""
     pairs = [("the fox", "the fox", 5), ("the fox", "a fox", 4.0), ("the fox", "a dog", 2), ("the fox", "lengths", 0)]
     write_rows(folder / "test.jsonl", [{"sentence1": a, "sentence2": b, "score": s, "genre": "x"} for a, b, s in pairs])
     return folder

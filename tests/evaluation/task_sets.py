@@ -101,7 +101,6 @@ def write_other_sets(root: Path, tasks: list[Any]) -> Path:
 
 
 def memory_task(name: str, kind: str, main_score: str, base: Any, dataset: Any) -> Any:
-    """A task of mteb whose data are in memory."""
     metadata = TaskMetadata(
         name=name,
         dataset={"path": name, "revision": "1"},

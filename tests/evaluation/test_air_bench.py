@@ -11,7 +11,6 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import air_bench
 from embeddings.evaluation.air_bench import air_bench_tasks, format_domains
-from embeddings.evaluation.mteb_library import Instructions
 from embeddings.evaluation.task_runs import TaskSettings, find_tasks, format_table, run_tasks
 from embeddings.inference.context import sample_context
 from embeddings.inference.encoder import Encoder
@@ -70,10 +69,10 @@ def test_a_name_without_a_data_set_is_refused():
             find_tasks(name)
 
 
-def by_hand(encoder, corpus, queries, relevant, width=None, **prompts):
+def by_hand(encoder, corpus, queries, relevant, width):
     """nDCG@10 and Recall@10, a query and a document at a time."""
     documents = dict(zip(corpus, encoder.encode([*corpus.values()], role="document"), strict=True))
-    vectors = dict(zip(queries, encoder.encode([*queries.values()], role="query", **prompts), strict=True))
+    vectors = dict(zip(queries, encoder.encode([*queries.values()], role="query"), strict=True))
     gains, recalls = [], []
     for query, vector in vectors.items():
         cosine = {}
@@ -108,16 +107,6 @@ def test_public_labels_are_scored_as_by_a_loop_with_the_prompts_of_the_model(wor
         *(f"{score.task}.json" for score in scores),
         *("model_meta.json", "scores.csv", "experiments"),
     }
-
-
-def test_instructions_go_before_queries(world, tmp_path):
-    encoder = Encoder(tiny_embedder(), precision="float32")
-    data = read_set(world, "qa_finance_en")
-    table = Instructions("mine", {"Retrieval": "over the dog"})
-    (instructed,) = run(encoder, FINANCE, tmp_path / "out", instructions=table)
-    expected = by_hand(encoder, *data, prompt="Instruct: over the dog\nQuery: ")[0]
-    assert instructed.scores[32] == pytest.approx(expected, abs=1e-5)
-    assert expected != pytest.approx(by_hand(encoder, *data)[0], abs=1e-4)
 
 
 def test_the_context_is_drawn_from_the_corpus_of_the_data_set(world, tmp_path, monkeypatch):

@@ -7,12 +7,11 @@ from embeddings.common import InputError
 from embeddings.evaluation import bootstrap as bootstrap_module
 from embeddings.evaluation import evaluate_folder, evaluate_hybrid, format_hybrid, paired_bootstrap, retrieval_metrics
 from embeddings.evaluation import hybrid as module
-from embeddings.evaluation.folders import Qrels, query_ndcg, read_retrieval_folder
+from embeddings.evaluation.folders import Qrels, read_retrieval_folder
 from embeddings.inference import BM25, CorpusSearch, Encoder, FusionRule, HybridSearch
 from embeddings.inference.bm25 import tokenizer
 from tests.adaptation.data import write_test_set
 from tests.evaluation.data import write_retrieval, write_similarity
-from tests.evaluation.test_folders import by_hand
 from tests.helpers.refusals import refused
 from tests.inference.models import counted_encodings, tiny_embedder
 
@@ -62,15 +61,6 @@ def test_too_few_queries_for_a_sign_test_have_no_significant_difference(num_quer
         assert found.low <= found.mean <= found.high
 
 
-def test_the_score_of_each_query_has_the_mean_of_the_folder(tmp_path):
-    folder = read_retrieval_folder(write_retrieval(tmp_path))
-    row_QK = np.array([[5, 0, 1], [0, 4, 1], [1, 2, 3]])
-    ndcg_Q = query_ndcg(row_QK, folder.qrels)
-    expected = [by_hand(row_QK[0], {0: 2, 5: 1, 1: 0}, 10)["ndcg"], by_hand(row_QK[1], {4: 1}, 10)["ndcg"], 0.0]
-    np.testing.assert_allclose(ndcg_Q, expected)
-    assert ndcg_Q.mean() == pytest.approx(retrieval_metrics(row_QK, folder.qrels).metrics["ndcg_at_10"])
-
-
 @pytest.mark.parametrize("rule", [FusionRule(), FusionRule("minmax", 0.4), FusionRule("rrf")])
 def test_the_three_searches_are_scored_as_each_by_itself(rule, encoder, tmp_path, monkeypatch):
     path = write_retrieval(tmp_path / "mine")
@@ -82,14 +72,14 @@ def test_the_three_searches_are_scored_as_each_by_itself(rule, encoder, tmp_path
     folder = read_retrieval_folder(path)
     words, _ = BM25(folder.documents, tokenizer("none")).search(folder.queries, 100, folder.tie_order_N)
     assert full.dense.metrics == pytest.approx(evaluate_folder(encoder, path).metrics)
-    assert full.bm25 == narrow.bm25 == retrieval_metrics(words, folder.qrels).metrics
+    assert full.bm25 == narrow.bm25 == retrieval_metrics(words, folder.qrels)
     # No two of these documents are equal, so that the order of equal scores does not matter.
     options = {"language": "none", "fusion": rule.fusion} | ({} if rule.fusion == "rrf" else {"weight": rule.weight})
     search = HybridSearch(CorpusSearch(encoder, path / "corpus.jsonl"), **options)
     row_of = {document_id: row for row, document_id in enumerate(folder.document_ids)}
     hits = search.search(folder.queries, 6)
     row_QK = np.array([[row_of[hit.document_id] for hit in of_query] for of_query in hits])
-    assert full.hybrid["ndcg_at_10"] == pytest.approx(retrieval_metrics(row_QK, folder.qrels).metrics["ndcg_at_10"])
+    assert full.hybrid["ndcg_at_10"] == pytest.approx(retrieval_metrics(row_QK, folder.qrels)["ndcg_at_10"])
     assert full.difference.mean == pytest.approx(full.hybrid["ndcg_at_10"] - full.dense.metrics["ndcg_at_10"])
     assert full.difference.low <= full.difference.mean <= full.difference.high
     assert (full.dense.name, full.dense.counts["num_queries"]) == (f"{tmp_path.name}/mine", 3)
@@ -99,6 +89,7 @@ def test_the_three_searches_are_scored_as_each_by_itself(rule, encoder, tmp_path
     assert f"{full.hybrid['ndcg_at_10']:.4f}" in table[1]
     assert str(full.difference) in table[1]
     assert f"fusion {rule.fusion}" in table[3]
+    assert full.row()["hybrid"].get("weight") == options.get("weight")
 
 
 def test_a_context_is_drawn_from_the_corpus(contextual, tmp_path, monkeypatch):

@@ -85,17 +85,6 @@ def test_a_result_with_another_context_is_not_used(sets, tmp_path, monkeypatch):
             assert len(counts) == 2 * number
 
 
-def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(encoder, sets, tmp_path, monkeypatch):
-    counts = counted_encodings(monkeypatch)
-    (together,) = run(encoder, str(sets / "search"), tmp_path / "all", widths=[32, 8])
-    assert len(counts) == 2  # queries and documents
-    for width in (32, 8):
-        truncated = Encoder(encoder.embedder, precision="float32", dimensions=width)
-        (alone,) = run(truncated, str(sets / "search"), tmp_path / str(width))
-        assert together.scores[width] == pytest.approx(alone.scores[width], abs=1e-5)
-    assert together.scores[8] != pytest.approx(together.scores[32], abs=1e-3)
-
-
 def test_processes_share_the_tasks(encoder, sets, tmp_path):
     names = [str(sets / name) for name in ("pairs", "search", "groups")]
     first = run(encoder, names, tmp_path, share=range(0, 3, 2))

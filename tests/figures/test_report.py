@@ -71,7 +71,7 @@ def test_a_page_has_settings_progress_and_results(tmp_path, page_of):
         "throughput/padding0.1250.2520",
         "No logged value is NaN or infinite, and no step was stopped by a numeric error.",
         "checkpoints/last.ckptcheckpoint1,234 MB",
-        "checkpoints/smallmodel directory, not found when this page was written",
+        "checkpoints/smallmodel directory, not found below the working folder when this page was written",
     ]
     assert [words for words in said if words not in page.text] == []
     assert "Interruptions" not in page.text

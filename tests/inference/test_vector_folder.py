@@ -148,6 +148,15 @@ def test_a_full_disk_is_found_first_and_the_file_named(free, name, corpus, encod
     assert content(tmp_path / "out") == content(encode_corpus(encoder, corpus, tmp_path / "new", shard_size=4).path)
 
 
+def test_the_room_for_texts_is_counted_in_bytes(encoder, tmp_path, monkeypatch):
+    needed = []
+    monkeypatch.setattr(vector_folder, "check_disk_space", lambda _, num_bytes: needed.append(num_bytes))
+    for letter in "aあ":
+        corpus = write_corpus(tmp_path / f"{letter}.jsonl", [letter * 100])
+        encode_corpus(encoder, corpus, tmp_path / letter)
+    assert needed[2] - needed[0] == 200
+
+
 def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_path):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")

@@ -53,7 +53,6 @@ def nothing(place: Place) -> None:
 
 
 def put(name: str, content: str | bytes) -> Make:
-    """Makes a file."""
     return lambda place: place.write(name, content)
 
 
@@ -103,12 +102,10 @@ def chosen(place: str, path: str, **arguments: object) -> Make:
 
 
 def callback(path: str, **arguments: object) -> Make:
-    """The config of a run with this callback."""
     return at("trainer", callbacks=[{"class_path": path, "init_args": arguments}])
 
 
 def source(**options: Any) -> Make:
-    """The config of a run whose source has these options."""
     return run(lambda config: config["data"]["init_args"]["sources"][0].update(options))
 
 
@@ -132,18 +129,14 @@ def copied(name: str, damage: Callable[[Path], object] = unchanged, to: str = ""
 
 
 def content(name: str, text: str | bytes) -> Callable[[Path], object]:
-    """Replaces the content of a file in a folder."""
     return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def without(name: str) -> Callable[[Path], object]:
-    """Deletes a file from a folder."""
     return lambda folder: (folder / name).unlink()
 
 
 def edited(name: str, /, **changes: object) -> Callable[[Path], object]:
-    """Changes fields of a JSON file in a folder."""
-
     def edit(folder: Path) -> None:
         path = folder / name
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -152,14 +145,7 @@ def edited(name: str, /, **changes: object) -> Callable[[Path], object]:
 
 
 def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Changes the bytes of a file in a folder."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-
-def judged(*lines: str) -> Make:
-    """Makes the evaluation folder with these judgments."""
-    text = "".join(f"{line}\n" for line in ("query-id\tcorpus-id\tscore", *lines))
-    return copied("eval", content("qrels.tsv", text))
 
 
 def tree(folder: Path) -> dict[str, str]:

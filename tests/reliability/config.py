@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from tests.reliability.cases import CLUSTER, FILTER, FIT, Make, at, callback, chosen, nothing, put, run
+from tests.reliability.cases import CLUSTER, FIT, Make, at, callback, chosen, nothing, put, run
 from tests.reliability.world import Place
 
 
@@ -83,9 +83,6 @@ CASES = {
         "a list for a config": (put("config.yaml", "- trainer\n"), "config.yaml: "),
         "a missing config": (nothing, "--config config.yaml: no such file"),
     },
-    FILTER + " --config job.yaml": {
-        "a job's config with an unknown key": (put("job.yaml", "remove_copys: true\n"), "did you mean remove_copies?")
-    },
     "sweep sweep.yaml --count": {
         "a sweep's range without an upper end": (
             sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
@@ -95,7 +92,5 @@ CASES = {
     FIT + " --model.init_args.optimizer.init_args.lr=nan": {
         "NaN as a learning rate": (run(), "model.optimizer.lr: expected float, got nan")
     },
-    "fit --recipe nope": {"an unknown recipe": (nothing, "recipe")},
-    "filter --input pairs.jsonl": {"a missing option": (nothing, "output")},
     CLUSTER + " --model MODEL": {"BM25 features with a model": (nothing, "features uses neither model nor vectors")},
 }

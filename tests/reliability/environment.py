@@ -19,17 +19,14 @@ taken = put("out/notes.txt", "mine")
 
 
 def folder(name: str) -> Make:
-    """An empty folder."""
     return lambda place: (place.folder / name).mkdir()
 
 
 def pipe(name: str) -> Make:
-    """A named pipe without a writer."""
     return lambda place: os.mkfifo(place.folder / name)
 
 
 def variable(name: str, value: str) -> Make:
-    """Sets an environment variable for the case."""
     return lambda place: place.patch.setenv(name, value)
 
 
@@ -114,9 +111,6 @@ CASES = {
     },
     MINE: {"missing faiss": (both(pairs, missing("faiss")), "faiss is not installed; run: pip install -e '.[cpu]'")},
     MINE + " --gpu": {"a search without a GPU": (pairs, "gpu needs")},
-    ENCODE + " --precision float16": {
-        "float16 as precision": (corpus, "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16")
-    },
     SEARCH.replace("MODEL", "organisation/nothing"): {
         "a missing model": (corpus, "organisation/nothing: is neither a directory nor an available Hub model")
     },

@@ -12,7 +12,6 @@ import pyarrow as pa
 import torch
 
 from tests.reliability.cases import (
-    EVALUATE,
     FILTER,
     FIT,
     Make,
@@ -21,7 +20,6 @@ from tests.reliability.cases import (
     callback,
     chosen,
     content,
-    copied,
     edited,
     pairs,
     put,
@@ -38,7 +36,6 @@ COMMAND = f"touch {CANARY}"
 EXPORT = "export --checkpoint last.ckpt --output out"
 RESUME = f"{FIT} --ckpt_path last.ckpt"
 PYTHON = "!!python/object/apply:os.system [touch canary]"
-OPTIMIZER = "model.init_args.optimizer"
 MODULE = f"open({CANARY!r}, 'w').close()\nclass Thing:\n    def __init__(self, *a, **k): pass\n"
 
 
@@ -56,7 +53,6 @@ SCHEMA = pa.schema([pa.field("query", pa.string(), metadata=EXTENSION), pa.field
 
 
 def saved(value: object) -> Make:
-    """A checkpoint written by PyTorch."""
     return lambda place: torch.save(value, place.folder / "last.ckpt")
 
 
@@ -72,7 +68,6 @@ def tensor(start: int, stop: int, shape: int = 2) -> dict[str, Any]:
 
 
 def deep(levels: int = 100_000) -> str:
-    """Deeply nested JSON."""
     return '{"a":' * levels + "1" + "}" * levels
 
 
@@ -191,11 +186,6 @@ CASES = {
     RESUME: {"a pickle to resume from": (both(run(), put("last.ckpt", PICKLE)), "last.ckpt: ")},
     FIT: {
         "a tag that calls os.system": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
-        "os.system as an optimiser": (chosen(OPTIMIZER, "os.system", command=COMMAND), "may not name os.system"),
-        "a foreign module as an attribute of ours": (
-            chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
-            "may not name",
-        ),
         "a module beside the command": (with_module(chosen("data", "canary_module.Thing")), "may not name canary"),
         "a target for Hydra": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
         "code from a repository": (at("model.init_args.backbone", trust_remote_code=True), "trust_remote_code"),
@@ -233,21 +223,9 @@ CASES = {
             "/proc/self/environ",
         )
     },
-    "sweep sweep.yaml --dry-run": {
-        "os.system in a sweep": (
-            both(
-                run(),
-                put(
-                    "sweep.yaml", f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n"
-                ),
-            ),
-            "may not name os.system",
-        )
-    },
     FILTER: {
         "pickled records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
         "a column of pickles": (parquet({"query": [PICKLE], "positive": ["b"]}), "query is bytes, expected text"),
-        "deeply nested records": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deeply"),
         "an extension type that unpickles": (parquet({"query": ["a"], "positive": ["b"]}, schema=SCHEMA), "", 0),
         "a script beside the records": (both(pairs(), put("pairs.py", MODULE)), "", 0),
         "a link in place of the lock": (
@@ -265,11 +243,5 @@ CASES = {
     "search --model MODEL --corpus vectors fox": {
         "vectors of Python objects": (vectors(object_array), "vectors/vectors-00000.npy: is missing, empty or damaged"),
         "a deeply nested manifest": (vectors(content("manifest.json", deep())), "manifest.json: is empty or damaged"),
-    },
-    EVALUATE: {
-        "a link in place of the scores": (
-            both(copied("eval"), linked("scores.json")),
-            "scores.json: is a link",
-        )
     },
 }

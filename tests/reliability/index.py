@@ -1,22 +1,19 @@
-"""Vectors, clusters and mined shards that are damaged or belong to other data."""
+"""Vectors and clusters that are damaged or unfinished."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reliability.cases import FIT, MINE, Make, both, bytes_of, copied, edited, rows, unchanged, without
+from tests.reliability.cases import FIT, Make, bytes_of, copied, edited, unchanged, without
 from tests.reliability.records import clustered_on
-from tests.reliability.world import Place
 
 SEARCH = "search --model MODEL --corpus vectors --precision float32 fox"
 SECOND = "vectors-00001.npy"
 
 
 def vectors(damage: Callable[[Path], object] = unchanged) -> Make:
-    """A damaged copy of an encoded corpus."""
     return copied("vectors", damage)
 
 
@@ -37,26 +34,6 @@ def with_nan(array: NDArray[np.float32]) -> NDArray[np.float32]:
     return array
 
 
-def mined(role: str, damage: Callable[[Path], object] = unchanged) -> Make:
-    """The valid pairs, and their vectors from `mine`; those of one role are damaged."""
-
-    def make(place: Place) -> None:
-        place.copy("pairs.jsonl")
-        place.world.path("mined")
-        folder = place.folder / "vectors"
-        shutil.copytree(place.world.path("mined") / "mined.parquet.work" / "vectors", folder)
-        damage(folder / role)
-
-    return make
-
-
-def few(*texts: str) -> Make:
-    """Records with only these texts."""
-    return rows("pairs.jsonl", *({"query": f"{text} asked", "positive": text} for text in texts))
-
-
-MINED = MINE.replace("out.parquet", "out.parquet --vectors vectors --precision float32")
-SHARD = "vectors-00000.npy"
 CASES = {
     SEARCH: {
         "a missing shard of vectors": (vectors(without(SECOND)), f"vectors/{SECOND}: is missing, empty or damaged"),
@@ -68,16 +45,6 @@ CASES = {
         "a manifest without a field": (
             vectors(bytes_of("manifest.json", lambda text: text.replace(b"shard_size", b"size_of_shard"))),
             "vectors/manifest.json: ",
-        ),
-    },
-    MINED: {
-        "a NaN vector for mining": (
-            mined("documents", changed(SHARD, with_nan)),
-            f"vectors/documents/{SHARD}: is damaged",
-        ),
-        "vectors of other records for mining": (
-            both(mined("documents"), few("one", "two", "three")),
-            "vectors/index/manifest.json: field 'source_key' differs",
         ),
     },
     FIT: {

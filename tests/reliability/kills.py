@@ -87,7 +87,6 @@ class Ledger(Callback):
         time.sleep(self.seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a file that marks the end of training."""
         Path(self.path).with_name("done").touch()
 
 
@@ -113,7 +112,6 @@ def killed_config(
 
 
 def start(folder: Path, config: dict[str, Any]) -> Command:
-    """Train from the newest checkpoint in a separate process group."""
     words = ["fit", "--config", write_config(folder, config), "--ckpt_path", "auto"]
     with open(folder / "output.txt", "ab") as output:
         return Command([words], function=main, stdout=output, stderr=output)
@@ -187,12 +185,7 @@ def interrupt_runs(
 ) -> int:
     """Interrupt runs of all methods, `--count` or `count` times; returns the number of runs with a wrong result.
 
-    Args:
-        text: The help text of the command.
-        count: The default number of interruptions.
-        interrupt: Trains a run to its end, and returns the number of interruptions by type.
-        keep: The callback that writes checkpoints.
-        workers: Numbers of workers of the loader, used in turn.
+    `interrupt` trains a run to its end, and returns the number of interruptions by type. `workers` take turns.
     """
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--count", type=int, default=count)

@@ -25,7 +25,6 @@ from tests.reliability.cases import (
     bytes_of,
     content,
     copied,
-    judged,
     pairs,
     put,
     rows,
@@ -38,24 +37,13 @@ from tests.reliability.world import Place
 SHOW = "show anchor-tokens --model MODEL"
 LINE = json.dumps(GOOD).encode() + b"\n"
 NOT_UTF8 = "is not valid UTF-8; save the file as UTF-8"
-GIVE = "give it a text, or leave the row out"
 CLUSTERS = component("embeddings.data.ClusteredBatchSampler", clusters={"pairs": "clusters"})
 DATA = "data.init_args"
-
-
-def long_line(place: Place) -> None:
-    """A corpus whose second row is one text of 100 MB."""
-    place.write("corpus.jsonl", b'{"text": "short"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n')
 
 
 def config(change: bytes) -> Make:
     """A config with these bytes at its start."""
     return lambda place: place.write("config.yaml", change + place.config().read_bytes())
-
-
-def zipped() -> bytes:
-    """Many records, compressed."""
-    return gzip.compress(b"".join(b'{"query": "q %d", "positive": "p %d"}\n' % (row, row) for row in range(3000)))
 
 
 def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes, **options: Any) -> Make:
@@ -70,7 +58,6 @@ def parquet(columns: dict[str, object], change: Callable[[bytes], bytes] = bytes
 
 
 def several(count: int) -> Make:
-    """Distinct records."""
     return rows("pairs.jsonl", *({"query": f"q {row}", "positive": f"p {row}"} for row in range(count)))
 
 
@@ -89,8 +76,6 @@ CASES = {
             rows("pairs.jsonl", {"\ud83d": 1}),
             "pairs.jsonl:1: field 'query': no column 'query' among \\ud83d",
         ),
-        "a truncated last row": (put("pairs.jsonl", LINE + LINE[:20]), "2: the file ends in the middle of this row"),
-        "a truncated gzip file": (put("pairs.jsonl", zipped()[:-4000]), "the gzip data is truncated or damaged here"),
         "a damaged Parquet page": (
             parquet(
                 {"query": ["a text"] * 2000, "positive": list(map(str, range(2000)))},
@@ -98,15 +83,9 @@ CASES = {
             ),
             "the Parquet data is truncated or damaged",
         ),
-        "a null query": (pairs(query=None), f"pairs.jsonl:2: query is null, expected text; {GIVE}"),
-    },
-    ENCODE: {
-        "a row of 100 MB": (long_line, "corpus.jsonl:2: the row is longer than 32 MiB"),
-        "a null id": (rows("corpus.jsonl", {"_id": None, "text": "a"}), "corpus.jsonl:1: field '_id' is null"),
     },
     EVALUATE: {
         "Latin-1 qrels": (copied("eval", bytes_of("qrels.tsv", lambda data: data[:-1] + b"\xe9\n")), f"9: {NOT_UTF8}"),
-        "a qrel of a very long id": (judged(f"q0\t{'d' * 5000}\t1"), "eval/qrels.tsv:2: no document has the id 'ddd"),
     },
     SEARCH.replace("fox", "'fox \udc80'"): {
         "a lone surrogate in a search query": (
@@ -133,11 +112,6 @@ CASES = {
             "pairs.jsonl:9: the instruction leaves no room for the query in 16 tokens",
         ),
         "texts of three tokens": (at(DATA, text={"query_max_length": 3}), "data.text.query_max_length must be >= 4"),
-        "texts longer than the model's positions": (
-            at(DATA, text={"query_max_length": 16, "document_max_length": 4096}),
-            "data.text.document_max_length must be <= 128",
-        ),
-        "missing clusters": (at(DATA, sampler=CLUSTERS), "clusters/manifest.json: this output has no manifest"),
         "clusters of another source": (both(several(12), clustered_on(unchanged)), "clusters"),
     },
     "show curves --run run": {
@@ -148,12 +122,6 @@ CASES = {
         "JSON lines in a .parquet file": (put("pairs.parquet", LINE), "pairs.parquet: is not a Parquet file")
     },
     SEARCH.replace("fox", "' '"): {"an empty query": (rows("corpus.jsonl", {"text": "a"}), "query must not be empty")},
-    f"{FILTER} --suspect-rows refuse": {
-        "a positive that is the query": (
-            pairs(positive="pad sequences"),
-            "1 suspect row: pairs.jsonl:2 (a positive is the query itself); correct them, or set suspect_rows: leave_",
-        )
-    },
     EVALUATE.replace(" eval ", " [] "): {"an empty list of folders": (put("a", ""), "--data: has no folder")},
 }
 

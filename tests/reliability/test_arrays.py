@@ -64,12 +64,6 @@ def test_a_task_of_encode_makes_its_own_shards_only(place: Place, capfd: pytest.
     assert "wrote 20 vectors" in capfd.readouterr().out
 
 
-def without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-
-
 SYNTHESIZE = ["synthesize", "--model", "m", "--num-examples", "60", "--num-brainstormed", "20", "--seed", "3"]
 
 
@@ -91,11 +85,8 @@ def first_with_answers(output: Path, least: int) -> int | None:
 
 
 @pytest.mark.slow
-def test_four_tasks_of_synthesize_of_which_one_is_killed_write_what_one_process_writes(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_tasks_of_synthesize_of_which_one_is_killed_write_what_one_process_writes(place: Place) -> None:
     """Among the answers are damaged ones and repeated queries; no request that is answered is sent again."""
-    without_proxy(monkeypatch)
 
     def behaviour(prompt: str, seed: int, count: int) -> Reply:
         reply = answers_badly(prompt, seed, count)
@@ -141,9 +132,8 @@ def test_four_tasks_of_synthesize_of_which_one_is_killed_write_what_one_process_
 
 
 def test_one_task_of_synthesize_does_the_work_of_those_that_do_not_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without_proxy(monkeypatch)
     with chat_server() as server:
         words = [*SYNTHESIZE, "--endpoint", server.endpoint, "--output"]
         assert main([*words, "alone"]) == 0
@@ -157,11 +147,8 @@ def test_one_task_of_synthesize_does_the_work_of_those_that_do_not_run(
     assert capsys.readouterr().out.count("60 records of 60") == 4
 
 
-def test_tasks_of_synthesize_share_a_token_budget(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_of_synthesize_share_a_token_budget(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of two spends at most its half; a process alone may then spend what is left of the whole."""
-    without_proxy(monkeypatch)
     budget = 16_000
     with chat_server() as server:
         words = [*SYNTHESIZE, "--endpoint", server.endpoint, "--max-answer-tokens", "200", "--output"]
@@ -185,11 +172,8 @@ def test_tasks_of_synthesize_share_a_token_budget(
     assert {**records(Path("shared")), "manifest.json": b""} == {**records(Path("alone")), "manifest.json": b""}
 
 
-def test_a_process_alone_waits_for_no_array_that_runs(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_alone_waits_for_no_array_that_runs(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """It is refused, as is a second process of one task: both would send the same requests."""
-    without_proxy(monkeypatch)
     with chat_server(lambda prompt, seed, count: Reply("[]", seconds=60)) as server:
         words = [*SYNTHESIZE, "--endpoint", server.endpoint, "--output", "shared"]
         task = ["--num-tasks", "2", "--task-index", "1"]
