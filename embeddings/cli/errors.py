@@ -101,7 +101,9 @@ def _run(command: Callable[[], None], is_resuming: bool) -> int:
 
 
 def _report_unexpected(error: BaseException) -> int:
-    """Report any other exception: one line if another process ended, else the traceback; returns the exit code."""
+    """Report any other exception: one line if its cause is known, else the traceback; returns the exit code."""
+    if str(error) == "Could not determine home directory.":  # by `Path.expanduser`
+        return _report("a path begins with ~ and a name that is no user's; write the whole path", EXIT_INPUT)
     # torch raises this in the main process when a loader's worker dies.
     dead = _DEAD_WORKER.search(str(error))
     if dead is not None:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,13 @@ def test_an_error_of_the_program_is_shown_with_its_traceback_and_has_code_1(erro
     assert written.startswith("Traceback (most recent call last):\n")
     assert "in command\n    raise error\n" in written
     assert written.endswith(f"{type(error).__name__}: {error}\n" if str(error) else "TypeError\n")
+
+
+def test_a_path_of_an_unknown_user_is_reported_in_one_line(capsys):
+    assert main(["passages", "x.txt", "--output", "~nouser-of-this-machine/x.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert run_guarded(lambda: print(Path("~nouser-of-this-machine/x").expanduser())) == 2
+    assert capsys.readouterr().err == "error: a path begins with ~ and a name that is no user's; write the whole path\n"
 
 
 def test_other_base_exceptions_are_not_caught():
