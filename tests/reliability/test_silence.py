@@ -207,7 +207,7 @@ def compare(folder: Path, num_rows: int, interval: float, slack: float, fast: bo
 
 # The slack is for functions of LAPACK that do not let the thread run that prints.
 def test_no_long_command_is_silent_and_no_bar_starts_anew(tmp_path):
-    compared = compare(tmp_path, 1_500, 0.1, slack=1.0, fast=True)
+    compared = compare(tmp_path, 1_500, 0.05, slack=1.0, fast=True)
     # One bar for both sources.
     assert "converting" in compared
     assert sum(map(bool, compared.values())) >= 2, compared
