@@ -51,7 +51,7 @@ THREE_SEEDS = (
     *(f"{name}, 3,840 pairs{FAST}" for name in (WHOLE, "causal, mean")),
     *(f"{steps} steps of MNTP, mask removed, latent{FAST}" for steps in (50, 500)),
     *(f"{name}{FAST}" for name in (*MAIN, *_STAGES, "two stages, in-batch negatives in both")),
-    f"two stages, seven negatives{FAST}",
+    *(f"{name}, seven negatives{FAST}" for name in _STAGES),
 )
 MORE = {
     "causal, latent": replace(CAUSAL, pooling="latent"),
