@@ -169,6 +169,7 @@ def test_identifiers_are_split_into_stemmed_words_and_kept(text, tokens):
         ("none", "हिन्दी में", "हिन्दी में"),
         ("none", "東京都 と iPhone15を", "東京 京都 と iphone15 を"),
         ("none", "ภาษา", "ภา าษ ษา"),
+        ("none", "학교에서 책", "학교 교에 에서 책"),
         # A letter and its mark, decomposed.
         ("none", "Cafe\u0301", "caf\u00e9"),
         ("none", "...", ""),
@@ -184,6 +185,7 @@ def test_tokens_of_any_language_are_stems_prefixes_and_pairs():
     # The inflections of one Russian word are one token, whatever stands beside them.
     assert len({*word_tokens("правительство правительства правительством")}) == 1
     assert word_tokens("東京都") == ["東京", "京都"]
+    assert {*word_tokens("학교에서")} & {*word_tokens("학교는")} == {"학교"}
     assert word_tokens("running – naïve") == ["run", "naïve"]
 
 
