@@ -77,6 +77,16 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]
         self._samples = deque[tuple[float, float]]()
         super().__init__(**options)
 
+    def __iter__(self) -> Iterator[Any]:
+        """The iterable's elements, each as an item."""
+        if self.disable:
+            yield from self.iterable
+            return
+        with self:
+            for element in self.iterable:
+                with self.item():
+                    yield element
+
     def update(self, n: float | None = 1) -> bool | None:
         return self.move(self.n + (n or 0))
 

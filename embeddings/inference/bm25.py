@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import chain, pairwise
-from operator import length_hint
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from scipy import sparse
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_file, load_array, write_text
 from embeddings.common.process import trim_malloc
-from embeddings.common.progress import tracked
+from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 from embeddings.inference.encoder import require_list
 
@@ -153,7 +152,7 @@ class BM25:
         self._vocabulary: dict[str, int] = {}
         # Of each text its tokens and their frequencies, in arrays: 8 bytes an entry, which become the weights.
         token_E, frequency_E, end_N, length_N = array("i"), array("f"), array("q", [0]), array("q")
-        for text in tracked(corpus, length_hint(corpus) or None, "indexing words", "text", lambda _: 1):
+        for text in progress_bar(None, "indexing words", "text", iterable=corpus):
             tokens = [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in self._tokenize(text)]
             frequencies = Counter(tokens)
             token_E.extend(frequencies)

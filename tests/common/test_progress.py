@@ -40,14 +40,14 @@ def test_a_log_gets_a_line_every_half_minute_and_the_last_one(is_renamed, clock,
 
 
 def test_work_of_less_than_half_a_minute_writes_no_line_to_a_log(clock, capsys):
-    for _ in tracked(range(2), 2, "work", "row", lambda _: 1):
+    for _ in progress_bar(None, "work", "row", iterable=range(2)):
         clock[0] += 14.5
     assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar_after_two_seconds(clock, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for _ in tracked(range(4), 4, "work", "row", lambda _: 1):
+    for _ in progress_bar(None, "work", "row", iterable=range(4)):
         clock[0] += 1.0
     written = capsys.readouterr().err
     assert written.count("\n") == 1
@@ -76,16 +76,14 @@ def test_bars_inside_an_item_move_the_outer_bar_and_are_not_drawn(clock, capsys)
         for shard in range(4):
             positions = []
             with outer.item():
-                for _ in tracked(range(5), 10, "first", "row", lambda _: 1, share=0.5):
+                for _ in progress_bar(10, "first", "row", iterable=range(5), share=0.5):
                     clock[0] += 2.0
-                second = progress_bar(2, "second", "row")
-                for _ in range(2):
-                    with second.item():
-                        positions.append(outer.n - shard)
-                        with progress_bar(4, "third", "token") as bar:
-                            bar.update(2)
-                        positions.append(outer.n - shard)
-                        clock[0] += 5.0
+                for _ in progress_bar(None, "second", "row", iterable=range(2)):
+                    positions.append(outer.n - shard)
+                    with progress_bar(4, "third", "token") as bar:
+                        bar.update(2)
+                    positions.append(outer.n - shard)
+                    clock[0] += 5.0
             # The first bar reaches half of its half; the second one has the rest.
             assert positions == [0.25, 0.4375, 0.625, 0.8125]
             assert outer.n == shard + 1
