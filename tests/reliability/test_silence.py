@@ -235,6 +235,6 @@ def test_preparing_the_docstrings_of_installed_packages_is_not_silent(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_longer_command_is_silent_and_its_time_left_is_right(tmp_path):
-    compared = compare(tmp_path, 10_000, 0.5, slack=2.0)
+    compared = compare(tmp_path, 10_000, 0.25, slack=2.0)
     for title in ("encode", "encode document", "document vectors", "k-means"):
         assert compared[title] >= 3, compared
