@@ -40,6 +40,7 @@ from embeddings.inference import BM25, Encoder
 from embeddings.losses import InfoNCE
 from embeddings.mining import NegativeRules, choose_negatives
 from embeddings.mining.negatives import MinedQueries, ScoredCandidates
+from embeddings.mining.pair_index import KnownPositives
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import NVEmbedModule
 
@@ -153,7 +154,7 @@ def write_mined(path: Path, pairs: list[dict[str, str]], score_QN: Floats, margi
     row_QC = np.argsort(-score_QN, axis=1, kind="stable")[:, : NUM_CANDIDATES + 1].astype(np.int64)
     candidates = ScoredCandidates(row_QC, hash_N[row_QC], np.take_along_axis(score_QN, row_QC, axis=1)[None])
     hash_Q, own_Q = np.array([text_hash(pair["query"]) for pair in pairs]), score_QN[rows, rows]
-    queries = MinedQueries(rows, hash_Q, rows, rows, rows, hash_N, own_Q[None])
+    queries = MinedQueries(rows, hash_Q, KnownPositives(rows, rows, rows), hash_N, own_Q[None])
     chosen = choose_negatives(candidates, queries, NegativeRules(max(NUMBERS), margin, last_rank=NUM_CANDIDATES))
     removed = chosen.removed["margin"] / (chosen.removed["margin"] + chosen.num_left)
     write_text(path.with_suffix(".json"), json.dumps({"refused candidates": removed}))

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from embeddings.common.errors import OptionError, require
 from embeddings.common.io import atomic_path
+from embeddings.common.own_folder import record_files
 from embeddings.models.backbone import load_model
 from embeddings.models.directory import plain_tokenizer
 from embeddings.models.embedder import Embedder
@@ -72,6 +73,8 @@ def write_onnx(folder: Path) -> Comparison:
         if not comparison.difference <= _TOLERANCE:
             rule = f"must match torch's states to {_TOLERANCE:.0e}; this graph's differ by {comparison.difference:.1e}"
             raise OptionError("format", "onnx", rule, "leave it out for this backbone")
+    # A model that is written here later replaces the graph too.
+    record_files(folder, GRAPH_FILE.as_posix())
     return comparison
 
 
@@ -175,6 +178,7 @@ def write_int8_onnx(folder: Path) -> float:
         if not np.isfinite(cosine):
             rule = "must produce finite states: this model's activations are too large for one scale per layer"
             raise OptionError("format", "onnx-int8", rule, "use onnx")
+    record_files(folder, INT8_GRAPH_FILE.as_posix())
     return cosine
 
 
