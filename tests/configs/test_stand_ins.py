@@ -110,7 +110,7 @@ def test_a_recipe_trains_on_a_stand_in_and_is_scored(recipe: str, capsys: pytest
     assert main(["fit", "--recipe", recipe, "--limit-data", "20", "--stand-in", "tiny"]) == 0
     said = capsys.readouterr()
     assert "changed trainer.max_steps: " in said.err
-    is_clustered = recipe.startswith(("cde", "quickstart"))
+    is_clustered = recipe.startswith("cde")
     assert ("all rows, because their clusters" if is_clustered else "limited to 20 rows each") in said.err
     (metrics,) = Path("checkpoints/runs").rglob("metrics.csv")
     losses = [float(row["train/loss"]) for row in read_metrics(metrics) if row.get("train/loss")]
