@@ -44,7 +44,7 @@ BM25_ALONE, START, HYBRID, WHITENED, TRAINED = "BM25", "start", "hybrid", "white
 METRICS = ("ndcg_at_10", "recall_at_10", "recall_at_100")
 # With fewer queries of people no trained model is recommended: an interval is then wider than a usual gain.
 MIN_REAL_QUERIES = 50
-# Where queries do not decide, earlier ones do (E24).
+# The reason where fewer queries do not decide; the gains are those of E24.
 _BY_DEFAULT = (
     "Hybrid search with the starting model is recommended by default, because it gained on seven public sets: "
     f"{MIN_REAL_QUERIES} real queries would decide."

@@ -6,7 +6,6 @@ Compressed weights have the layout of compressed-tensors: `NAME.weight` in an 8-
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -142,8 +141,7 @@ _UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The local folder with a model's files, downloaded if necessary."""
-    # `Path.expanduser` has an error of its own for an unknown user.
-    path = Path(os.path.expanduser(name))
+    path = Path(name).expanduser()
     folder = path if path.is_dir() else None
     if folder is None and name in (PACKAGED_NAME, DECODER_NAME):
         folder = _packaged_folder() if name == PACKAGED_NAME else decoder_folder()

@@ -229,6 +229,9 @@ def test_a_missing_damaged_or_other_index_is_refused(encoder, corpus, tmp_path):
     written = manifest.read_text()
     manifest.write_text(json.dumps(json.loads(written) | {"vectors_xxh3_128": "0" * 32}))
     refused(InputError, "another vectors", open_words, folder)
+    # An index of earlier rules for tokens.
+    manifest.write_text(json.dumps({key: value for key, value in json.loads(written).items() if key != "token_rules"}))
+    refused(InputError, "field 'token_rules' is", open_words, folder)
     manifest.write_text(written)
     for name in ("data.npy", "vocabulary.json"):
         path = tmp_path / "my out" / "words" / name
