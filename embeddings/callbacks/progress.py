@@ -204,7 +204,8 @@ def work_of(batch: Any, engine: GradCache | None = None) -> Work:
 def flops(module: nn.Module, work: Work) -> float:
     backbone, first_stage = backbone_of(module), getattr(getattr(module, "embedder", None), "first_stage", None)
     assert backbone is not None
-    total = backbone_flops(backbone, work.read, work.squares)
+    is_trained = any(parameter.requires_grad for parameter in backbone.parameters())
+    total = backbone_flops(backbone, work.read, work.squares, is_trained)
     if first_stage is not None:
         is_trained = isinstance(module, ContextualStep) and module.trains_context
         total += backbone_flops(first_stage.backbone, work.context, work.context_squares, is_trained)
