@@ -300,7 +300,7 @@ def _has_answers(folder: Path) -> bool:
 # The plan of a job.
 
 # Increase it when the same answers would result in other records or prompts, so that older folders are not resumed.
-RECIPE = 2
+RECIPE = 3
 # Maximum rounds of brainstorming: a model that repeats itself produces ever fewer new tasks.
 MAX_ROUNDS = 8
 

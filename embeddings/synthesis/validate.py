@@ -88,11 +88,13 @@ _COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
 def _outermost(text: str) -> str:
-    """The text from the first opening bracket to the last closing bracket of the same kind."""
+    """The first complete JSON value, or the text from the first opening bracket to the last closing one of its kind."""
     starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
     if not starts:
         return text
     start = min(starts)
+    with suppress(ValueError, RecursionError):
+        return text[start : json.JSONDecoder(strict=False).raw_decode(text, start)[1]]
     end = text.rfind("}" if text[start] == "{" else "]")
     return text[start : end + 1] if end > start else text
 

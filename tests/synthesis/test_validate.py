@@ -182,6 +182,9 @@ TEXT = json.dumps(VALUE)
         f"Here it is: {TEXT} I hope it helps.",
         f"<think>\nMaybe {{this}}?\n</think>\n{TEXT}",
         f"```json\n{TEXT.replace('}]', '}, ]')}\n```",
+        f"{TEXT} I hope that {{this}} helps.",
+        f"{TEXT}\n\n{TEXT[:-5]}",
+        f"{TEXT}\n{TEXT}",
     ],
 )
 def test_an_answer_is_repaired(content):
