@@ -286,7 +286,8 @@ def open_job(
             try:
                 yield job
             except UnusableAnswersError:
-                write_json_lines(folder / REJECTED, map(Rejection._asdict, job.rejections))
+                if job.rejections:
+                    write_json_lines(folder / REJECTED, map(Rejection._asdict, job.rejections))
                 raise
             except KeyboardInterrupt:
                 line = f"{len(journal):,} answers are saved in {folder}; the same command continues after them"
