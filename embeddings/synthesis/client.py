@@ -11,13 +11,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from embeddings.common.errors import InputError, OptionError, UserError, require
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
 from embeddings.common.text import one_line
 from embeddings.synthesis.validate import Answer, parse_answer
+
+Value = TypeVar("Value")
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 # `extra_body` must not set these fields: the job sets them itself.
@@ -315,7 +317,7 @@ class ChatClient:
             raise InputError(self.endpoint, f"answers with {problem}", fix) from None
         except self._openai.APIConnectionError as error:
             return _Failure(f"no connection ({one_line(str(error.__cause__ or error), MAX_SHOWN_CHARACTERS)})")
-        except (self._openai.OpenAIError, ValueError, AttributeError) as error:
+        except (self._openai.OpenAIError, ValueError, AttributeError, LookupError, TypeError) as error:
             return _Failure(f"the answer broke off ({one_line(str(error), MAX_SHOWN_CHARACTERS)})")
 
     async def _joined(self, parts: Any) -> dict[str, Any] | None:
@@ -347,16 +349,22 @@ def _read_answer(fields: Any) -> Answer | None:
         return None
     try:
         choice, usage = fields["choices"][0], fields.get("usage") or {}
-        content, refusal = choice["message"].get("content"), choice["message"].get("refusal")
+        refusal = choice["message"].get("refusal")
         return Answer(
-            content if isinstance(content, str) else None,
-            choice.get("finish_reason"),
-            one_line(refusal, MAX_SHOWN_CHARACTERS) if refusal else None,
-            usage.get("prompt_tokens"),
-            usage.get("completion_tokens"),
+            _typed(choice["message"], "content", str),
+            _typed(choice, "finish_reason", str),
+            one_line(str(refusal), MAX_SHOWN_CHARACTERS) if refusal else None,
+            _typed(usage, "prompt_tokens", int),
+            _typed(usage, "completion_tokens", int),
         )
     except (AttributeError, LookupError, TypeError):
         return Answer(None, refused="the response is not a chat completion")
+
+
+def _typed(fields: Mapping[str, Any], name: str, kind: type[Value]) -> Value | None:
+    """A field of a response; None if it is missing or of another type."""
+    value = fields.get(name)
+    return value if isinstance(value, kind) else None
 
 
 def _reason(text: str) -> str:
@@ -365,7 +373,7 @@ def _reason(text: str) -> str:
         fields = json.loads(text)
         reason = fields.get("error") or fields.get("detail") or fields.get("message") or text
         text = str(reason.get("message") or reason) if isinstance(reason, dict) else str(reason)
-    return one_line(text, MAX_SHOWN_CHARACTERS)
+    return one_line(text, MAX_SHOWN_CHARACTERS) or "an empty response"
 
 
 def _retry_after(value: str) -> float | None:

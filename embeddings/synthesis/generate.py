@@ -30,7 +30,15 @@ from embeddings.synthesis.prompts import (
     answer_schema,
     reference_tasks,
 )
-from embeddings.synthesis.runner import Journal, RequestRunner, described, journal_paths, open_journal, unusable_error
+from embeddings.synthesis.runner import (
+    Journal,
+    RequestRunner,
+    UnusableAnswersError,
+    described,
+    journal_paths,
+    open_journal,
+    unusable_error,
+)
 from embeddings.synthesis.validate import (
     Reason,
     RejectedAnswer,
@@ -199,7 +207,12 @@ class Job:
         """
         if (finished := self.finished_report()) is not None:
             return finished
-        outcome = ask_items(items, total, self.runner, seed)
+        try:
+            outcome = ask_items(items, total, self.runner, seed)
+        except UnusableAnswersError:
+            max_attempts = self.runner.client.limits.max_attempts
+            self.rejections += read_outcome(items, total, self.runner.journal, seed, max_attempts).rejections
+            raise
         self.rejections += outcome.rejections
         if total and not outcome.records and not self.runner.exhausted:
             self.fail(f"all {len(outcome.rejections)}", outcome.rejections)
@@ -207,8 +220,7 @@ class Job:
             return self.finished_report() or self._write(outcome, total, extra)
 
     def fail(self, share: str, rejections: Sequence[Rejection]) -> NoReturn:
-        """Write the rejected answers, and raise the error of a model whose answers cannot be used."""
-        write_json_lines(self.path / REJECTED, map(Rejection._asdict, self.rejections))
+        """Raise the error of a model whose answers cannot be used."""
         shown = [described(rejection.reason, rejection.detail) for rejection in rejections]
         raise unusable_error(self.runner.client.sampling, share, shown)
 
@@ -270,8 +282,13 @@ def open_job(
         job_folder = JobFolder(folder, {**identity, **client.sampling.fields}, defaults=size)
         fields = {**job_folder.fields, **size}
         with open_journal(folder, task) as journal, RequestRunner(client, journal, task) as runner:
+            job = Job(job_folder, runner, fields)
             try:
-                yield Job(job_folder, runner, fields)
+                yield job
+            except UnusableAnswersError:
+                if job.rejections:
+                    write_json_lines(folder / REJECTED, map(Rejection._asdict, job.rejections))
+                raise
             except KeyboardInterrupt:
                 line = f"{len(journal):,} answers are saved in {folder}; the same command continues after them"
                 raise PreemptedError(line, EXIT_INTERRUPTED) from None
@@ -284,7 +301,7 @@ def _has_answers(folder: Path) -> bool:
 # The plan of a job.
 
 # Increase it when the same answers would result in other records or prompts, so that older folders are not resumed.
-RECIPE = 2
+RECIPE = 3
 # Maximum rounds of brainstorming: a model that repeats itself produces ever fewer new tasks.
 MAX_ROUNDS = 8
 
@@ -408,11 +425,11 @@ def synthesize(
             return finished
         if plan.tasks is None:
             # If the budget ends stage one, the lists are shorter than those of a full run.
-            tasks, rejections = brainstorm(plan.tasks_wanted(), templates, job.runner, plan.seed)
-            job.rejections = [rejection for found in rejections.values() for rejection in found]
+            tasks = brainstorm(plan.tasks_wanted(), templates, job.runner, plan.seed, job.rejections)
             for name, found in tasks.items():
                 if not found and not job.runner.exhausted:
-                    job.fail(f"{name}: all {len(rejections[name])}", rejections[name])
+                    rejections = [item for item in job.rejections if item.id.startswith(f"tasks-{name}-")]
+                    job.fail(f"{name}: all {len(rejections)}", rejections)
         rows = [{"category": name, "task": text} for name, found in tasks.items() for text in found]
         items = partial(plan_items, plan, templates, tasks)
         return job.run(items, plan.num_examples, plan.seed, {"tasks.jsonl": rows})
@@ -446,14 +463,13 @@ def dry_run(plan: Plan, templates: Templates) -> str:
 
 
 def brainstorm(
-    wanted: Mapping[str, int], templates: Templates, runner: RequestRunner, seed: int
-) -> tuple[dict[str, list[str]], dict[str, list[Rejection]]]:
+    wanted: Mapping[str, int], templates: Templates, runner: RequestRunner, seed: int, rejections: list[Rejection]
+) -> dict[str, list[str]]:
     """Request lists of tasks of all categories at once, until each has enough different ones, at most eight times.
 
-    Returns up to as many tasks as are `wanted`, and the rejections, by category.
+    Returns up to as many tasks as are `wanted`, by category, and appends the rejected lists to `rejections`.
     """
     tasks: dict[str, dict[str, str]] = {name: {} for name in wanted}
-    rejections: dict[str, list[Rejection]] = {name: [] for name in wanted}
     method, num_calls = templates.method, Counter[str]()
     for _ in range(MAX_ROUNDS):
         requests: dict[tuple[str, int], Request] = {}
@@ -466,20 +482,23 @@ def brainstorm(
             num_calls[name] += num_lists
         if not requests or runner.exhausted:
             break
-        runner.run(partial(enumerate, requests.values()), len(requests), "tasks")
-        for (name, number), request in requests.items():
-            answer = runner.journal.get(request.key)
-            if answer is None:
-                continue
-            try:
-                for task in read_tasks(parse_answer(answer)):
-                    tasks[name].setdefault(normalised(task), task)
-            except RejectedAnswer as rejected:
-                rejections[name].append(Rejection(f"tasks-{name}-{number}", 0, rejected.reason, rejected.detail))
+        try:
+            runner.run(partial(enumerate, requests.values()), len(requests), "tasks")
+        finally:
+            # Also if the job stops because most lists are unusable.
+            for (name, number), request in requests.items():
+                answer = runner.journal.get(request.key)
+                if answer is None:
+                    continue
+                try:
+                    for task in read_tasks(parse_answer(answer)):
+                        tasks[name].setdefault(normalised(task), task)
+                except RejectedAnswer as rejected:
+                    rejections.append(Rejection(f"tasks-{name}-{number}", 0, rejected.reason, rejected.detail))
     for name, num_tasks in wanted.items():
         if len(tasks[name]) < num_tasks:
             logger.warning("%s: %d different tasks, %d were requested", name, len(tasks[name]), num_tasks)
-    return {name: list(found.values())[: wanted[name]] for name, found in tasks.items()}, rejections
+    return {name: list(found.values())[: wanted[name]] for name, found in tasks.items()}
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:

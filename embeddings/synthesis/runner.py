@@ -407,12 +407,18 @@ def described(reason: str, text: str) -> str:
     return f"{reason.replace('_', ' ')}: {one_line(text, MAX_SHOWN_CHARACTERS // 2)!r}"
 
 
-def unusable_error(sampling: Sampling, share: str, answers: Sequence[str], hint: str | None = None) -> InputError:
+class UnusableAnswersError(InputError):
+    """Too few answers of a model can be used."""
+
+
+def unusable_error(
+    sampling: Sampling, share: str, answers: Sequence[str], hint: str | None = None
+) -> UnusableAnswersError:
     """The error of a model whose answers cannot be used; two of them are shown."""
     problem = f"{share} answers are unusable, such as {' and '.join(answers[-2:])}"
     if hint is not None:
-        return InputError(sampling.model, problem, hint)
+        return UnusableAnswersError(sampling.model, problem, hint)
     hint = "name another model or other prompts, and a new folder (all answers are in the journal of this one)"
     if 2 * sum(answer.startswith("cut off") for answer in answers) > len(answers):
         hint = f"raise max_answer_tokens above {sampling.max_answer_tokens}: the same folder then asks for them again"
-    return InputError(sampling.model, problem, hint)
+    return UnusableAnswersError(sampling.model, problem, hint)

@@ -88,11 +88,13 @@ _COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
 def _outermost(text: str) -> str:
-    """The text from the first opening bracket to the last closing bracket of the same kind."""
+    """The first complete JSON value, or the text from the first opening bracket to the last closing one of its kind."""
     starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
     if not starts:
         return text
     start = min(starts)
+    with suppress(ValueError, RecursionError):
+        return text[start : json.JSONDecoder(strict=False).raw_decode(text, start)[1]]
     end = text.rfind("}" if text[start] == "{" else "]")
     return text[start : end + 1] if end > start else text
 
@@ -109,6 +111,8 @@ _REPAIRS: tuple[Callable[[str], str], ...] = (
 
 # A shorter query occurs in many documents by chance.
 MIN_LEAKED_WORDS = 5
+# A text of eight words has so many triples of words, of which one changed word takes three.
+MIN_TRIPLES = 6
 MAX_TASK_CHARACTERS = 400
 
 # In scripts without spaces between words each character is a unit that counts as half a word.
@@ -140,7 +144,7 @@ def read_example(answer: Any, category: Category, task: str, prompt: str, id: st
     """The record `id` from an answer to an example prompt; its instruction is the category's, or else the task."""
     value = _object(answer)
     query = _text(value, category.query_field, prompt)
-    if json.dumps(query, ensure_ascii=False) in prompt or _contains(prompt, query, MIN_LEAKED_WORDS):
+    if json.dumps(query, ensure_ascii=False) in prompt or _copies(prompt, query):
         raise RejectedAnswer("copied_seed", query)
     positive = _text(value, category.positive_field, prompt)
     if category.graded:
@@ -232,6 +236,16 @@ def _contains(text: str, part: str, min_words: float) -> bool:
     if not units or num_words < min_words:
         return False
     return f" {' '.join(units)} " in f" {' '.join(_units(text))} "
+
+
+def _copies(text: str, part: str) -> bool:
+    """Whether a text contains `part`, or half of the triples of its successive words if it is longer."""
+    triples = list(zip(*(_units(part)[start:] for start in range(3)), strict=False))
+    if len(triples) < MIN_TRIPLES:
+        return _contains(text, part, MIN_LEAKED_WORDS)
+    units = _units(text)
+    present = set(zip(units, units[1:], units[2:], strict=False))
+    return 2 * sum(triple in present for triple in triples) >= len(triples)
 
 
 def _written(negatives: Sequence[str], graded: bool) -> list[Any]:

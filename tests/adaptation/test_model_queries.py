@@ -301,6 +301,7 @@ def test_a_model_whose_answers_are_all_unusable_is_an_input_error_with_two_of_th
         assert message.count("refused: \"I'm sorry, I cannot answer number") == 2
         assert "name a stronger model, or leave out --endpoint" in message
         assert not (tmp_path / "out").exists()
+        assert not [*tmp_path.rglob("rejected.jsonl")]
         assert len(server.requests) < 40
 
 

@@ -116,6 +116,11 @@ OTHER = Answer(None, refused="the response is not a chat completion")
         (Reply(status=400, error="too long"), Answer(None, refused="status 400: too long")),
         (Reply(status=422, body=b'{"detail": "no seed"}'), Answer(None, refused="status 422: no seed")),
         (Reply(body=b'{"choices": [{"message": {"content": ["a"]}}]}'), Answer(None)),
+        (
+            Reply(body=b'{"choices": [{"message": {}}], "usage": {"prompt_tokens": "3", "completion_tokens": [1]}}'),
+            Answer(None),
+        ),
+        (Reply(body=b'{"choices": [{"message": {}, "finish_reason": ["stop"]}]}'), Answer(None)),
         (Reply(body=b'{"choices": []}'), OTHER),
         (Reply(body=b'{"choices": [{"message": "x"}]}'), OTHER),
         (Reply(body=b'{"choices": [{"message": {"content": "x"}}], "usage": [1]}'), OTHER),
@@ -154,6 +159,9 @@ def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
         (Reply(body=b'data: {"error": {"message": "overloaded"}}\n\n', headers=EVENTS), "broke off (overloaded)"),
         (Reply(body=b"data: {nonsense\n\n", headers=EVENTS), "the answer broke off ("),
         (Reply(body=b"data: [1]\n\n", headers=EVENTS), "the answer broke off ("),
+        (Reply(body=b'data: {"choices": {"a": 1}}\n\n', headers=EVENTS), "the answer broke off ("),
+        (Reply(body=b'data: {"choices": [{"delta": "x"}]}\n\n', headers=EVENTS), "the answer broke off ("),
+        (Reply(status=502, body=b""), "status 502: an empty response"),
     ],
 )
 def test_an_endpoint_that_does_not_answer_ends_the_job_with_code_74(reply, says):

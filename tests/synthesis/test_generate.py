@@ -33,7 +33,7 @@ from embeddings.synthesis.generate import (
 from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, PromptOptions, Templates
 from embeddings.synthesis.validate import RejectedAnswer, read_example
 from tests.data.rows import write_jsonl
-from tests.helpers.chat_server import Reply, answers_badly, chat_server
+from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
 from tests.helpers.forks import fork
 from tests.helpers.refusals import refused
 from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
@@ -279,8 +279,9 @@ def wait_for_answers(folder, count, process):
 
 def list_tasks(folder, client, num_tasks):
     with make_runner(folder, client) as (runner, _):
-        tasks, rejections = brainstorm({"short_long": num_tasks}, Templates(MGH), runner, 0)
-        return tasks["short_long"], rejections["short_long"]
+        rejections = []
+        tasks = brainstorm({"short_long": num_tasks}, Templates(MGH), runner, 0, rejections)
+        return tasks["short_long"], rejections
 
 
 def lists_of(size, repeated=0):
@@ -454,6 +455,19 @@ def test_a_job_without_any_record_fails_and_shows_two_answers(tmp_path):
     for _ in range(2):
         refused(InputError, says, run_job, tmp_path / "job", client)
     assert len(client.asked) == 8
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_job_that_stops_at_unusable_answers_lists_them(tmp_path, is_first):
+    """In stage one and in stage two."""
+
+    def behaviour(prompt, seed, count):
+        return Reply("no") if prompt.startswith("Think up") == is_first else answers_well(prompt, seed, count)
+
+    refused(InputError, "answers are unusable", run, tmp_path, FakeClient(behaviour), Plan("mgh", 100))
+    rows = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    assert len(rows) >= 19
+    assert {row["id"].startswith("tasks-") for row in rows} == {is_first}
 
 
 def test_a_changed_file_of_a_finished_job_is_refused_and_a_missing_one_is_written_again(tmp_path):

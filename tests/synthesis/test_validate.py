@@ -94,13 +94,22 @@ def test_invalid_answers_are_rejected(value, reason):
 
 @pytest.mark.parametrize(
     ("query", "reason"),
-    [("<the query>", "template_text"), ("The query", "template_text"), ("Why is the SKY blue at noon", "copied_seed")],
+    [
+        ("<the query>", "template_text"),
+        ("The query", "template_text"),
+        ("Why is the SKY blue at noon", "copied_seed"),
+        ("why does sunlight make the whole sky look so blue", "copied_seed"),
+        # One word of it differs.
+        ("why does sunlight make the whole sky look so red at noon", "copied_seed"),
+    ],
 )
 def test_a_text_copied_from_the_prompt_is_rejected(query, reason):
-    prompt = '{"user_query": "why is the sky blue at noon?"} {"user_query": "<the query>"}'
+    prompt = """{"user_query": "why is the sky blue at noon?"} {"user_query": "<the query>"}
+{"user_query": "Why does sunlight make the whole sky look so blue at noon?"}"""
     with pytest.raises(RejectedAnswer, match=reason):
         example(answer(user_query=query), prompt=prompt)
-    assert example(answer(user_query="<b>bold</b>"), prompt=prompt)["query"] == "<b>bold</b>"
+    for other in ("<b>bold</b>", "why does sunlight make the moon and some planets shine"):
+        assert example(answer(user_query=other), prompt=prompt)["query"] == other
 
 
 @pytest.mark.parametrize(
@@ -182,6 +191,9 @@ TEXT = json.dumps(VALUE)
         f"Here it is: {TEXT} I hope it helps.",
         f"<think>\nMaybe {{this}}?\n</think>\n{TEXT}",
         f"```json\n{TEXT.replace('}]', '}, ]')}\n```",
+        f"{TEXT} I hope that {{this}} helps.",
+        f"{TEXT}\n\n{TEXT[:-5]}",
+        f"{TEXT}\n{TEXT}",
     ],
 )
 def test_an_answer_is_repaired(content):
