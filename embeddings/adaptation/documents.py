@@ -254,7 +254,7 @@ def _decoded(data: bytes) -> str:
     # A damaged byte or two do not make another encoding of UTF-8.
     text = data.decode("utf-8", "replace")
     num_bad = text.count("\ufffd")
-    if 10 * num_bad <= sum(letter > "\x7f" for letter in text) - num_bad:
+    if 3 * num_bad <= sum(letter > "\x7f" for letter in text) - num_bad:
         return text
     declared = _DECLARED.search(data[:2048])
     if declared is not None:

@@ -79,6 +79,9 @@ def test_a_damaged_byte_does_not_change_the_encoding_of_utf8():
     data[100] = 0xFF
     assert decode(bytes(data)).count("\ufffd") in (1, 2)
     assert decode(bytes(data)).endswith("моделью.\n")
+    # Also of a text with few other letters than ASCII.
+    data = "“Open the café’s door”, it says.".encode() + b" \xff"
+    assert decode(data).startswith("“Open the café’s door”")
 
 
 def test_a_declared_encoding_is_used():
