@@ -64,6 +64,8 @@ _ENCODINGS = [
     *("cp932", "euc_jp", "gb18030", "big5", "cp949"),
 ]
 _DECLARED = re.compile(rb"(?:charset|coding|encoding)\s*[=:]\s*[\"']?([A-Za-z][\w.-]+)")
+# A directive of reStructuredText, also in the definition of a substitution.
+_DIRECTIVE = re.compile(r"^\.\. (?:\|[^|\n]+\|\s+)?[\w:-]+::(?:\s|$)", re.MULTILINE)
 _PROBE_BYTES = 8192
 # People do not write code with a longer mean line.
 _LONGEST_MEAN_LINE = 300
@@ -212,6 +214,9 @@ def _read_document(file: FoundFile, suffix: str) -> Document:
     if suffix == ".ipynb":
         return _read_notebook(text)
     if suffix not in CODE_SUFFIXES:
+        # The documentation of Django, for example, is reStructuredText in `.txt`.
+        if len(_DIRECTIVE.findall(text)) > 2:
+            return read_rst(text)
         return read_markdown(text) if _is_markdown(text) else read_text(text)
     if len(text) > _LONGEST_MEAN_LINE * (text.count("\n") + 1):
         raise _Unreadable("minified or generated code")
@@ -249,7 +254,7 @@ def _decoded(data: bytes) -> str:
     # A damaged byte or two do not make another encoding of UTF-8.
     text = data.decode("utf-8", "replace")
     num_bad = text.count("\ufffd")
-    if 10 * num_bad <= sum(letter > "\x7f" for letter in text) - num_bad:
+    if 3 * num_bad <= sum(letter > "\x7f" for letter in text) - num_bad:
         return text
     declared = _DECLARED.search(data[:2048])
     if declared is not None:

@@ -14,7 +14,7 @@ import yaml
 from embeddings.adaptation.model_queries import Form, QueryModel
 from embeddings.adaptation.queries import MIN_PASSAGES, MODEL_PAIRS, QuerySettings, content_of
 from embeddings.adaptation.rankings import vector_folder
-from embeddings.adaptation.real_queries import REAL, deciding_items, write_label_file
+from embeddings.adaptation.real_queries import REAL, deciding_items, read_log, write_label_file
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.export import component
@@ -149,7 +149,14 @@ def adapt(
     fields |= {"hold_out_judged": hold_out_judged, "training_share": training_share}
     fields |= {"endpoint": None if endpoint is None else text_hash(endpoint), "endpoint_form": endpoint_form}
     fields |= {"training": text_hash(json.dumps(contents, default=str))}
-    with discard_on_user_error(steps.output, unless=lambda: steps.passages.exists()):
+    if not steps.passages.exists():
+        # An error in them is reported before the documents are read.
+        if queries is not None:
+            read_log(queries.expanduser(), query_columns)
+        if endpoint is not None:
+            QueryModel(endpoint, endpoint_model).found()
+    # `queries.work` has a language model's answers.
+    with discard_on_user_error(steps.output, unless=lambda: any(steps.output.glob("queries*"))):
         JobFolder(steps.output, fields)
         steps.run(documents, renamed, inputs, configs, others, minutes)
     write_manifest(steps.output, {**fields, "complete": True})

@@ -330,7 +330,7 @@ def index(
             weight = tuned.rule.weight
             print(tuned)
         words = index_words(folder, language, weight, words)
-        size = f"{words.num_texts} documents, {words.num_tokens} tokens (language: {language})"
+        size = f"{words.num_texts} documents, {words.num_tokens} different words (language: {language})"
         print(f"wrote {folder.path / WORDS_FOLDER}: {size}")
         return
     refuse_given({"language": language, "hybrid_weight": hybrid_weight}, "needs --hybrid", "add it, or leave this out")

@@ -113,7 +113,7 @@ class JobFolder:
                     (self.folder / ".lock").unlink(missing_ok=True)
         recorded = check_manifest(self.folder, {})
         # Another process may have been first, with other fields.
-        check_manifest(self.folder, self.fields)
+        check_file_manifest(manifest, self.fields, "name a new folder, or remove this one")
         self.fields |= {name: recorded.get(name, value) for name, value in defaults.items()}
 
     @property

@@ -79,6 +79,9 @@ def test_a_damaged_byte_does_not_change_the_encoding_of_utf8():
     data[100] = 0xFF
     assert decode(bytes(data)).count("\ufffd") in (1, 2)
     assert decode(bytes(data)).endswith("моделью.\n")
+    # Also of a text with few other letters than ASCII.
+    data = "“Open the café’s door”, it says.".encode() + b" \xff"
+    assert decode(data).startswith("“Open the café’s door”")
 
 
 def test_a_declared_encoding_is_used():
@@ -129,6 +132,18 @@ def test_text_in_files_of_unknown_kind_is_read(tmp_path):
     for name in ("README", "notes.xyz", "a.md.bak"):
         (tmp_path / name).write_text("some words")
         assert text_of(tmp_path / name) == "some words"
+
+
+def test_text_with_directives_is_restructured_text(tmp_path):
+    path = tmp_path / "topics.txt"
+    text = ".. module:: shop\n\nModels\n======\n\nA *model* is a class.\n\n.. note::\n\n    Each is one table.\n"
+    path.write_text(f"{text}\n.. versionadded:: 1.2\n")
+    assert text_of(path) == "Models\n\nA model is a class.\n\nEach is one table.\n\n1.2"
+    # Substitutions are the tables of a program, and no text.
+    path.write_text("".join(f".. |{name}|   unicode:: U+003BA .. GREEK SMALL LETTER KAPPA\n" for name in "abcd"))
+    assert cause_of(path) == "without text"
+    path.write_text("One, two .. three. See std::move. In C++:\n\n.. a note\n")
+    assert text_of(path).startswith("One, two .. three.")
 
 
 ROWS = [

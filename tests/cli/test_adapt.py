@@ -259,7 +259,8 @@ def test_the_recommended_variant_is_what_is_served(variant, served, is_hybrid, d
             Path("mine/verdict/verdict.md").write_text("the verdict\n")
 
     monkeypatch.setattr(adapt, "run_step", stand_in)
-    assert run(model, "--queries", "docs", "--training-share", "0.4") == 0
+    write_rows(Path("log.jsonl"), [{"query": "what"}])
+    assert run(model, "--queries", "log.jsonl", "--training-share", "0.4") == 0
     assert "--training-share 0.4" in " ".join(next(argv for argv in calls if argv[0] == "queries"))
     # Four passes over three batches if all queries are real.
     trainer = yaml.safe_load(Path("mine/train.yaml").read_text())["trainer"]
@@ -421,6 +422,10 @@ def test_a_models_queries_are_left_aside_without_judgements(documents, model, se
         (["--training-share", "0.5"], "training_share needs --queries"),
         (["--query-columns", "{query: q}"], "query_columns needs --queries"),
         (["--training-share", "0.9", "--queries", "docs"], "training_share must be below 1 - validation_share, 0.75"),
+        (["--queries", "columns.jsonl"], "columns.jsonl:1: has no query"),
+        # With the log or the endpoint mended, the same command must not find another output.
+        (["--queries", "names.jsonl"], "no query names a relevant passage"),
+        (["--queries", "log.jsonl", "--endpoint", "http://127.0.0.1:9/v1"], "no connection"),
     ],
 )
 def test_a_user_error_is_one_line(model, tmp_path, capsys, options, message):
@@ -428,6 +433,9 @@ def test_a_user_error_is_one_line(model, tmp_path, capsys, options, message):
     Path("docs", "a.md").write_text("# Page\n\nThe quick fox jumps over the dog.")
     Path("notes").mkdir()
     Path("notes", "mine.txt").write_text("mine")
+    write_rows(Path("log.jsonl"), [{"query": "what", "passage": "a.md"}])
+    write_rows(Path("names.jsonl"), [{"query": "what", "passage": "nothing"}])
+    write_rows(Path("columns.jsonl"), [{"q": "what", "page": "a.md"}])
     assert_refused(capsys, tmp_path, message, run, model, *options)
 
 

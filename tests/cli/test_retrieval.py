@@ -297,7 +297,7 @@ def test_hybrid_search_is_the_same_for_a_file_a_folder_and_python(model, tmp_pat
     assert f"index --hybrid --vectors {vectors}" in said
     (said,) = lines_of(capsys, "index", "--vectors", vectors, "--hybrid")
     assert said.startswith(f"wrote {vectors}/words: 8 documents, ")
-    assert said.endswith(" tokens (language: any)")
+    assert said.endswith(" different words (language: any)")
     # The finished folder is not changed.
     lines_of(capsys, *encode)
     python = HybridSearch(CorpusSearch(Encoder.from_pretrained(model, precision="float32"), vectors))

@@ -158,7 +158,7 @@ def test_missing_shards_of_others_are_made_and_their_current_ones_are_awaited(tm
 def test_a_job_with_other_fields_is_refused_and_the_field_is_named(tmp_path):
     ShardedJob(tmp_path / "job", FIELDS, 3)
     before = content(tmp_path / "job")
-    with pytest.raises(InputError, match="field 'seed' is 3, expected 4"):
+    with pytest.raises(InputError, match="field 'seed' is 3, expected 4; name a new folder, or remove this one"):
         ShardedJob(tmp_path / "job", {**FIELDS, "seed": 4}, 3)
     with pytest.raises(InputError, match="field 'num_shards' is 3, expected 2"):
         ShardedJob(tmp_path / "job", FIELDS, 2)
