@@ -126,20 +126,20 @@ class BaseModule(KeepsArguments, L.LightningModule):
         # A module that is not ours may have a schedule of another kind.
         is_ours = given is not None and vars(given).keys() == names
         if is_ours and _has_known_length(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            Schedule(**vars(given)).check(trainer.max_steps if trainer.max_steps > 0 else None)
+            # Epochs may end the run earlier.
+            Schedule(**vars(given)).check(max(0, trainer.max_steps) or None, trainer.max_epochs in (None, -1))
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check optimiser, schedule, strategy, precision and compiler against the trainer and the data."""
         self._check_trainer(trainer)
         self._make_optimizer()
         if _has_known_length(trainer):
-            self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
+            self._check_schedule(trainer, max(0, trainer.max_steps) or None)
 
     def prepare_data(self) -> None:
         """Check the run, and the schedule against the length of the data, before any file of the run is written."""
         self.check_run(self.trainer, self, run_data(self.trainer))
-        self._check_schedule(self.trainer, self._trainer_steps())
-        self._schedule.check_end(self._trainer_steps())
+        self._check_schedule(self.trainer, self._trainer_steps(), is_exact=True)
 
     def configure_model(self) -> None:
         """Shard the weights over the ranks if the strategy is FSDP2."""
@@ -315,9 +315,9 @@ class BaseModule(KeepsArguments, L.LightningModule):
             vars(optimizer)["_step_supports_amp_scaling"] = False
         return optimizer
 
-    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None, is_exact: bool = False) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._schedule.check(steps)
+            self._schedule.check(steps, is_exact)
 
     def _trainer_steps(self) -> int | None:
         """Optimiser steps of the run; None if the trainer has no limit."""

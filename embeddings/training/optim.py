@@ -115,16 +115,16 @@ class Schedule:
 
         return LambdaLR(optimizer, [factor_of_part(group.get("part")) for group in optimizer.param_groups])
 
-    def check(self, trainer_steps: int | None) -> None:
-        """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run."""
+    def check(self, trainer_steps: int | None, is_exact: bool = False) -> None:
+        """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run.
+
+        If `trainer_steps` is the run's exact length and not an upper limit, check that the decay is not shorter.
+        """
         total_steps = self._length(trainer_steps)
         if total_steps is not None and 0 < self.warmup_steps >= total_steps:
             rule = f"must be below the run's {total_steps} optimiser steps"
             raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "lower it or train longer")
-
-    def check_end(self, trainer_steps: int | None) -> None:
-        """Check that the run ends no later than the decay; `trainer_steps` is its exact length."""
-        if self.decay != "constant" and self.total_steps is not None and (trainer_steps or 0) > self.total_steps:
+        if is_exact and self.decay != "constant" and 0 < (self.total_steps or 0) < (trainer_steps or 0):
             rule = f"must not be below the run's {trainer_steps} optimiser steps: the rate of the last ones would be 0"
             hint = "raise it, leave it out, or lower trainer.max_steps"
             raise OptionError("model.schedule.total_steps", self.total_steps, rule, hint)

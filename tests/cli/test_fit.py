@@ -102,6 +102,10 @@ BEFORE_THE_MODEL = {
         lambda run, _: run["model"]["init_args"]["schedule"].update(warmup_steps=9),
         "the run's 4 optimiser steps",
     ),
+    "end": (
+        lambda run, _: run["model"]["init_args"]["schedule"].update(total_steps=3),
+        "must not be below the run's 4 optimiser steps",
+    ),
     "decay": (lambda run, _: run["trainer"].update(max_steps=-1, max_epochs=-1), "must be known to decay"),
     "output": (
         lambda run, folder: run["trainer"]["callbacks"].append(component("ExportModel", output=occupied(folder))),

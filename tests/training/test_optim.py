@@ -113,13 +113,13 @@ def test_a_schedule_that_does_not_fit_the_run_is_rejected(schedule, steps, messa
 
 def test_a_run_that_goes_on_after_its_decay_is_rejected():
     for schedule in (Schedule(total_steps=60), Schedule(total_steps=60, decay="cosine")):
-        schedule.check_end(60)
-        schedule.check_end(None)
+        schedule.check(60, is_exact=True)
+        schedule.check(None, is_exact=True)
         assert schedule.factor(60, 60) == 0
         with pytest.raises(OptionError, match="must not be below the run's 61 optimiser steps"):
-            schedule.check_end(61)
-    Schedule(total_steps=60, decay="constant").check_end(61)
-    Schedule().check_end(61)
+            schedule.check(61, is_exact=True)
+    Schedule(total_steps=60, decay="constant").check(61, is_exact=True)
+    Schedule().check(61, is_exact=True)
 
 
 def test_scale_rates_scales_all_groups_during_a_warm_up() -> None:
