@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import check_manifest, file_hash, link_or_copy, text_hash, write_json_lines, write_text
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
@@ -203,8 +203,7 @@ def prepare_docstrings(
     folder = Path(os.path.abspath(output))
     require_replaceable(folder, {"kind": KIND})
     sizes = {**SIZES, **sizes}
-    if max_rows is not None and max_rows < 1:
-        raise OptionError("max_rows", max_rows, "must be >= 1", "leave it out for all pairs")
+    require_minimum("max_rows", max_rows, 1, "leave it out for all pairs", optional=True)
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
     # Held-out functions come first, because of two copies the first one is retained.

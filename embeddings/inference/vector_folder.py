@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from embeddings.common.errors import InputError, OptionError, shown
+from embeddings.common.errors import InputError, OptionError, require_minimum, shown
 from embeddings.common.io import (
     MANIFEST,
     atomic_path,
@@ -33,7 +33,7 @@ from embeddings.common.io import (
     read_json_or_empty,
     write_text,
 )
-from embeddings.common.jobs import ArrayTask, ShardedJob, require_shard_size, save_array, shard_rows, spread
+from embeddings.common.jobs import ArrayTask, ShardedJob, save_array, shard_rows, spread
 from embeddings.common.process import tune_malloc
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole, shorten
@@ -385,8 +385,7 @@ def encode_corpus(
         known: The result of `encoding_fields` for these arguments, if it was computed.
     """
     folder = Path(output)
-    if tokenizer_workers < 0:
-        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
+    require_minimum("tokenizer_workers", tokenizer_workers, 0, "0 tokenises between the shards")
     # Errors in the corpus or the prompt are found before anything is written.
     fields, text_bytes = known or encoding_fields(
         encoder, corpus, folder, prompt_name, role, columns, shard_size, vector_format, context
@@ -444,7 +443,7 @@ def encoding_fields(
 ) -> tuple[dict[str, Any], int]:
     """What determines the output of `encode_corpus`, and the bytes of all texts in UTF-8; reads the corpus."""
     shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
-    require_shard_size(shard_size)
+    require_minimum("shard_size", shard_size, 1)
     require_format(vector_format, encoder.embedding_dim)
     num_documents, text_bytes = 0, 0
     for document in read_corpus(corpus, columns, encoder.show_progress):
