@@ -166,10 +166,12 @@ class ShardedJob(JobFolder):
     def path(self, shard: int) -> Path:
         return self.folder / f"{self.stem}-{shard:05d}{self.suffix}"
 
-    def missing(self) -> list[int]:
+    def missing(self, task: ArrayTask | None = None) -> list[int]:
+        """The shards of a task (None: all) that are not made yet."""
         if self.complete:
             return []
-        return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
+        shards = (task or ArrayTask()).shards(self.num_shards)
+        return [shard for shard in shards if not self.path(shard).exists()]
 
     def run(
         self,

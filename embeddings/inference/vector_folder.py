@@ -395,7 +395,7 @@ def encode_corpus(
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     of_task = (task or ArrayTask()).shards(shards.num_shards)
-    missing = [shard for shard in job.missing() if shard in of_task]
+    missing = job.missing(task)
     total_bytes = text_bytes + num_documents * bytes_per_vector(vector_format, encoder.embedding_dim)
     check_disk_space(folder, total_bytes * len(missing) // shards.num_shards)
     if context is not None:

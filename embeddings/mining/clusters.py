@@ -471,7 +471,7 @@ def cluster_pairs(
 
             runs_fields = {"kind": "k-means", **fields}
             runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
-            if any(not runs.path(run).exists() for run in (task or ArrayTask()).shards(settings.num_runs)):
+            if runs.missing(task):
                 # Here, so that the bar of the runs has only k-means.
                 vectors()
             runs.run(train, task, take_over=True)

@@ -240,7 +240,7 @@ def _encode_side(
         return _ShardTexts(shard, vector_ND, parts)
 
     writer = _ShardWriter(job, side.role, budget, f"{_FOLDERS[side.role]} of {index.source.folder.name}", shards)
-    pending = [shard for shard in (task or ArrayTask()).shards(job.num_shards) if not job.path(shard).exists()]
+    pending = job.missing(task)
     used = devices[: len(pending)]
     if len(used) > 1:
         results = on_devices(encoder, used, writer, map(texts, pending))
