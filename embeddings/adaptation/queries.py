@@ -468,10 +468,8 @@ def _select(survey: _Survey, candidates: list[Candidate]) -> tuple[list[Candidat
     # Of two near-copies the one that is held out comes first, and is kept.
     candidates.sort(key=lambda each: not is_held_out[each.document])
     rule = NearDuplicates(_NEAR_COPY, shingle="character")
-    items = [(each.query.casefold(),) for each in candidates]
-    if items:
-        is_copy_C = rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows])
-        candidates = survey.filtered(candidates, (~is_copy_C).tolist(), "near-copy of another query")
+    is_copy_C = rule.copies([each.query.casefold() for each in candidates])
+    candidates = survey.filtered(candidates, (~is_copy_C).tolist(), "near-copy of another query")
     is_found_C = survey.words.ranks(candidates) < MAX_RANK
     found = survey.filtered(candidates, is_found_C.tolist(), "not found by the rest of its passage")
     # Other passages with the heading, and those with the link, would answer the query too.

@@ -56,7 +56,7 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> list[DocumentedFunct
     for function in by_name.values():
         by_code.setdefault("".join(_code(function).split()), function)
     distinct = list(by_code.values())
-    is_copy_N = near_duplicates([_code(function) for function in distinct])
+    is_copy_N = NearDuplicates(NEAR_DUPLICATE_JACCARD).copies([_code(function) for function in distinct])
     by_query: dict[str, list[DocumentedFunction]] = {}
     for function in compress(distinct, ~is_copy_N):
         by_query.setdefault(normalised_query(function.query), []).append(function)
@@ -67,15 +67,6 @@ def normalised_query(query: str) -> str:
     """The words of a sentence in lower case, without punctuation, articles and final "s"."""
     words = re.findall(r"[a-z0-9]+", query.lower())
     return " ".join(word.rstrip("s") or word for word in words if word not in _IGNORED_WORDS)
-
-
-def near_duplicates(texts: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """For each text, whether it is a near-duplicate of an earlier text that is not a near-duplicate itself."""
-    rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
-    items = [(text,) for text in texts]
-    if not items:
-        return np.zeros(0, dtype=bool)
-    return rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows])
 
 
 def _code(function: DocumentedFunction) -> str:
