@@ -38,7 +38,7 @@ from embeddings.common.process import tune_malloc
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole, shorten
 from embeddings.common.types import TokenBatch
-from embeddings.data.readers import blocks_of, open_reader
+from embeddings.data.readers import open_reader, rows_of
 from embeddings.data.records import kind_of
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import CONTEXT_FILE, Context, Encoder, model_fields, text_blocks, unit_rows
@@ -95,9 +95,8 @@ def _corpus_rows(
     id_column, title_column, text_column = (named.get(name, name) for name in COLUMNS)
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
-    blocks = blocks_of(f"reading {path}", [reader]) if show_progress else reader.blocks()
     missing = {*named.values()}
-    for number, (where, fields) in enumerate(row for block in blocks for row in block.rows):
+    for number, (where, fields) in enumerate(rows_of(f"reading {path}", [reader]) if show_progress else reader):
         missing -= fields.keys()
         column = id_columns[0] if id_columns[0] in fields else id_columns[-1]
         document_id = identifier_field(where, fields, column) if column in fields else str(number)
