@@ -47,7 +47,7 @@ from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, Embeddi
 from embeddings.data.samplers.curriculum import LevelOrder
 from embeddings.data.text_datamodule import TextDataModule, TextSource
 from embeddings.evaluation import paired_bootstrap
-from embeddings.evaluation.bootstrap import Difference
+from embeddings.evaluation.bootstrap import Difference, bootstrap
 from embeddings.evaluation.folders import spearman
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE
@@ -323,10 +323,7 @@ def spearman_gain(score_SN: Floats, baseline_SN: Floats, similarity_N: Floats, n
         ]
         return float(means[0] - means[1])
 
-    number, generator = len(similarity_N), np.random.default_rng(0)
-    resampled = [gain(generator.integers(number, size=number)) for _ in range(num_resamples)]
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return Difference(gain(np.arange(number)), float(low), float(high))
+    return bootstrap(gain, len(similarity_N), num_resamples)
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from embeddings.common.errors import InputError, shown
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import canonical
 from embeddings.data.documented_functions import first_sentence
-from embeddings.data.readers import blocks_of, open_reader
+from embeddings.data.readers import open_reader, rows_of
 from embeddings.inference.bm25 import BM25, word_tokens
 from embeddings.inference.vector_folder import identifier_field, text_field
 
@@ -56,9 +56,7 @@ def read_passages(path: Path, purpose: str = "reading") -> Iterator[Passage]:
     """
     reader = open_reader(path, _FIELDS, ("text",))
     hashes = array("q")
-    for number, (where, fields) in enumerate(
-        row for block in blocks_of(f"{purpose} {path}", [reader]) for row in block.rows
-    ):
+    for number, (where, fields) in enumerate(rows_of(f"{purpose} {path}", [reader])):
         names = [name for name in ("_id", "id") if fields.get(name) is not None]
         identifier = identifier_field(where, fields, names[0]) if names else str(number)
         file, document = (_optional(where, fields, name) for name in ("file", "document"))

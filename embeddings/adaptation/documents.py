@@ -11,7 +11,6 @@ import statistics
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -36,7 +35,7 @@ from embeddings.adaptation.restructured import read_rst
 from embeddings.common.errors import InputError, MissingExtraError, require
 from embeddings.common.io import CHECKSUM, MANIFEST, read_json_or_empty
 from embeddings.common.text import one_line
-from embeddings.data.readers import blocks_of, open_reader
+from embeddings.data.readers import open_reader, rows_of
 from embeddings.inference.vector_folder import COLUMNS
 
 EXTRA = "documents"
@@ -293,7 +292,7 @@ def _read_table(file: FoundFile, columns: Mapping[str, str]) -> Iterator[Read | 
         names = (id_column, "id", title_column, text_column)
         reader = open_reader(file.path, names, (text_column,), _recoded_table(file))
         # The bar moves that of all files.
-        for where, fields in chain.from_iterable(block.rows for block in blocks_of("reading", [reader])):
+        for where, fields in rows_of("reading", [reader]):
             row += 1
             seen |= dict.fromkeys(fields)
             text, title = (_cell(fields.get(name)) for name in (text_column, title_column))

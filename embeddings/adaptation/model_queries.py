@@ -20,7 +20,7 @@ from embeddings.adaptation.candidates import (
     read_passages,
 )
 from embeddings.adaptation.sentences import is_question, num_words, plain, sentences
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import require_minimum
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
 from embeddings.common.text import printable, shorten
@@ -83,8 +83,7 @@ class QueryModel:
 
     def __post_init__(self) -> None:
         check_endpoint(self.endpoint)
-        if self.max_requests < 1:
-            raise OptionError("max_requests", self.max_requests, "must be >= 1", "leave it out for 2,000")
+        require_minimum("max_requests", self.max_requests, 1, "leave it out for 2,000")
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from embeddings.adaptation.model_queries import KIND as MODEL_KIND
 from embeddings.adaptation.model_queries import QueryModel, written_queries
 from embeddings.adaptation.real_queries import REAL, Judgements, QueryLog, read_log
 from embeddings.adaptation.sentences import num_words, plain
-from embeddings.common.errors import InputError, OptionError, refuse_given, shown
+from embeddings.common.errors import InputError, OptionError, refuse_given, require_minimum, shown
 from embeddings.common.io import file_sha256, folder_hashes, write_json, write_json_lines
 from embeddings.common.jobs import manifest_path
 from embeddings.common.own_folder import replaced_folder, require_replaceable
@@ -94,9 +94,8 @@ class QuerySettings:
         if (self.training_share or 0) + self.validation_share >= 1:
             rule = f"must be below 1 - validation_share, {1 - self.validation_share:g}: the rest is the test"
             raise OptionError("training_share", self.training_share, rule, "0.5 is usual")
-        for name in ("per_passage", "max_passages"):
-            if getattr(self, name) < 1:
-                raise OptionError(name, getattr(self, name), "must be >= 1", "leave it out for the default")
+        require_minimum("per_passage", self.per_passage, 1)
+        require_minimum("max_passages", self.max_passages, 1)
 
 
 @dataclass
@@ -469,10 +468,8 @@ def _select(survey: _Survey, candidates: list[Candidate]) -> tuple[list[Candidat
     # Of two near-copies the one that is held out comes first, and is kept.
     candidates.sort(key=lambda each: not is_held_out[each.document])
     rule = NearDuplicates(_NEAR_COPY, shingle="character")
-    items = [(each.query.casefold(),) for each in candidates]
-    if items:
-        is_copy_C = rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows])
-        candidates = survey.filtered(candidates, (~is_copy_C).tolist(), "near-copy of another query")
+    is_copy_C = rule.copies([each.query.casefold() for each in candidates])
+    candidates = survey.filtered(candidates, (~is_copy_C).tolist(), "near-copy of another query")
     is_found_C = survey.words.ranks(candidates) < MAX_RANK
     found = survey.filtered(candidates, is_found_C.tolist(), "not found by the rest of its passage")
     # Other passages with the heading, and those with the link, would answer the query too.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from embeddings.common import ContextualStep, OptionError, UserError
+from embeddings.common import ContextualStep, OptionError, UserError, require_minimum
 from embeddings.common.distributed import reduce_int
 from embeddings.common.process import logger, trim_malloc
 from embeddings.common.protocols import RunData, run_data
@@ -46,9 +46,9 @@ class GradCacheCallback(L.Callback):
         equal_mini_batches: bool = False,
         gpu_mini_batch_tokens: int | None = None,
     ) -> None:
-        if gpu_mini_batch_tokens is not None and gpu_mini_batch_tokens < 1:
-            fix = "leave it out for mini_batch_tokens"
-            raise OptionError("gpu_mini_batch_tokens", gpu_mini_batch_tokens, "must be >= 1", fix)
+        require_minimum(
+            "gpu_mini_batch_tokens", gpu_mini_batch_tokens, 1, "leave it out for mini_batch_tokens", optional=True
+        )
         if isinstance(kept_gib, str) and kept_gib != "auto":
             raise OptionError("kept_gib", kept_gib, "must be a number, auto or null", "auto depends on the free memory")
         self._is_auto = kept_gib == "auto" and kept_fraction is None

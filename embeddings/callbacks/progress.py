@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar, TQDMProgressBar
 from torch import nn
 
-from embeddings.common import ContextualStep, ContrastiveBatch, OptionError, UserError
+from embeddings.common import ContextualStep, ContrastiveBatch, UserError, require_minimum
 from embeddings.common.distributed import count_values, mean_over_ranks, world_size
 from embeddings.common.process import logger
 from embeddings.common.progress import LINE_SECONDS, progress_bar, stop_reporting
@@ -42,8 +42,7 @@ class StepProgress(TQDMProgressBar):
 
     def __init__(self, every_seconds: float = LINE_SECONDS) -> None:
         super().__init__()
-        if not every_seconds >= 0:
-            raise OptionError("StepProgress.every_seconds", every_seconds, "must be >= 0", "try 30")
+        require_minimum("StepProgress.every_seconds", every_seconds, 0, "try 30")
         self.every_seconds = every_seconds
 
     def init_train_tqdm(self) -> Any:
@@ -131,8 +130,7 @@ class Throughput(L.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if every_n_steps < 1:
-            raise OptionError("Throughput.every_n_steps", every_n_steps, "must be >= 1", "try 50")
+        require_minimum("Throughput.every_n_steps", every_n_steps, 1, "try 50")
         self.every_n_steps = every_n_steps
         self._work, self._logged_step = Work(), 0
         self._row_start = self._batch_start = self._busy = 0.0

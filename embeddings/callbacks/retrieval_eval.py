@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from embeddings.callbacks.checkpoints import embedder_of
 from embeddings.callbacks.run_record import callbacks_of, model_checkpoints
-from embeddings.common import OptionError
+from embeddings.common import OptionError, require_minimum
 from embeddings.common.protocols import RunData, run_data
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
 from embeddings.inference import Encoder, require_context_size
@@ -45,8 +45,7 @@ class RetrievalEvaluation(L.Callback):
         at_start: bool = True,
         context_size: int | None = None,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise OptionError("RetrievalEvaluation.every_n_steps", every_n_steps, "must be >= 1", "try 100")
+        require_minimum("RetrievalEvaluation.every_n_steps", every_n_steps, 1, "try 100", optional=True)
         self.context_size = context_size
         self.folder = folder
         self.every_n_steps = every_n_steps

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from embeddings.callbacks.run_record import write_none_on_exception
-from embeddings.common import NumericError, OptionError, UserError
+from embeddings.common import NumericError, UserError, require_minimum
 from embeddings.common.distributed import gather_counts
 from embeddings.common.io import write_json
 from embeddings.common.protocols import RunData, run_data
@@ -33,8 +33,7 @@ class RunHealth(L.Callback):
     """
 
     def __init__(self, compare_every_n_steps: int | None = 500) -> None:
-        if compare_every_n_steps is not None and compare_every_n_steps < 1:
-            raise OptionError("RunHealth.compare_every_n_steps", compare_every_n_steps, "must be >= 1", "try 500")
+        require_minimum("RunHealth.compare_every_n_steps", compare_every_n_steps, 1, "try 500", optional=True)
         self.compare_every_n_steps = compare_every_n_steps
         self._folder = Path()
         self._read: list[dict[str, Any]] = []
@@ -126,8 +125,7 @@ class RoutingStatistics(L.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if every_n_steps < 1:
-            raise OptionError("RoutingStatistics.every_n_steps", every_n_steps, "must be >= 1", "try 50")
+        require_minimum("RoutingStatistics.every_n_steps", every_n_steps, 1, "try 50")
         self.every_n_steps = every_n_steps
         self._logged_step = -1
 

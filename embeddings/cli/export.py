@@ -13,7 +13,7 @@ from embeddings.cli.parser import read_configs, reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.common.errors import refuse_given
+from embeddings.common.errors import refuse_given, require_minimum
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.text import format_table
 from embeddings.compression import (
@@ -209,8 +209,7 @@ def convert(
             model = write_gguf(file, new)
         print(f"wrote {output}: {model.num_parameters():,} parameters of {type(model).__name__} in bfloat16")
         return
-    if num_positions < 1:
-        raise OptionError("num_positions", num_positions, "must be >= 1", "the paper uses 2,048")
+    require_minimum("num_positions", num_positions, 1, "the paper uses 2,048")
     rotary = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     size = f"{rotary.num_parameters():,} parameters, vocabulary of {rotary.config.vocab_size:,} rows"
     print(f"wrote {output}: {size}, rotary positions for {num_positions:,} tokens")

@@ -56,7 +56,7 @@ from embeddings.cli.trainer import (
 )
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.class_paths import restricted_imports
-from embeddings.common.errors import program
+from embeddings.common.errors import program, require_minimum
 from embeddings.common.io import METRICS_FILE
 from embeddings.common.progress import reported
 from embeddings.common.text import one_line
@@ -237,10 +237,8 @@ class TrainerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer, with one-line errors for options that Lightning rejects, or should reject."""
         batches, norm = (self.config.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
-        if batches < 1:
-            raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 means no accumulation")
-        if norm is not None and not norm >= 0:
-            raise OptionError("trainer.gradient_clip_val", norm, "must be >= 0", "leave it out for no clipping")
+        require_minimum("trainer.accumulate_grad_batches", batches, 1, "1 means no accumulation")
+        require_minimum("trainer.gradient_clip_val", norm, 0, "leave it out for no clipping", optional=True)
         # A copy, because Lightning appends to the list.
         callbacks = list(self.config_init.trainer.callbacks or [])
         kwargs.setdefault("accelerator", known_accelerator(self.config.trainer.accelerator))
@@ -470,8 +468,7 @@ class Changes:
 
 def limit_data(changes: Changes, num_rows: int) -> None:
     """Limit the rows of every source, unless batches are clustered: clusters are of all rows."""
-    if num_rows < 1:
-        raise OptionError("limit_data", num_rows, "must be >= 1", "2000 is enough to test a run")
+    require_minimum("limit_data", num_rows, 1, "2000 is enough to test a run")
     data: Any = changes.run.data.init_args
     samplers = (data.get(f"sampler.{inner}class_path") for inner in ("", "init_args.inner."))
     if any(str(path).endswith("ClusteredBatchSampler") for path in samplers):

@@ -52,7 +52,6 @@ from embeddings.synthesis import (
     Templates,
     generate,
 )
-from embeddings.synthesis.validate import check_levels
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,6 @@ def synthesize(
     regenerate_negatives: str | list[str] | None = None,
     columns: dict[str, str | None] | None = None,
     suspect_rows: SuspectRows = "leave_out",
-    judge: str | None = None,
     dry_run: bool = False,
     *,
     plan: Plan,
@@ -349,12 +347,9 @@ def synthesize(
         regenerate_negatives: Records that get four new negatives each: a file, a glob, a list, or `hub:OWNER/NAME`.
         columns: Column name of each field of these records whose column has a different name.
         suspect_rows: How to treat those of these records that contradict themselves.
-        judge: A model directory or Hub id; the report says whether its similarity to the query falls by level.
         dry_run: Whether to print the prompts only, without requests and files.
     """
     templates = Templates(METHODS[plan.method], prompts)
-    if judge is not None and plan.method == "nv_embed":
-        raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
     source = None
     if regenerate_negatives is None:
         given = {"columns": columns, "suspect_rows": None if suspect_rows == "leave_out" else suspect_rows}
@@ -366,28 +361,12 @@ def synthesize(
     if dry_run:
         print(generate.dry_run(plan, templates) if source is None else generate.regenerate_dry_run(source, templates))
         return
-    # Loaded before the first paid request.
-    encoder = None if judge is None else load_encoder(judge)
     client, array_task = ChatClient(endpoint, sampling, limits), task.resolve()
     if source is None:
         report = generate.synthesize(output, plan, templates, client, array_task)
     else:
         report = generate.regenerate_negatives(source, output, templates, client, seed=plan.seed, task=array_task)
     print(synthesis_table(report, output, "this task's share of the" if array_task.count > 1 else "the"))
-    if encoder is not None:
-        print(level_table(str(judge), encoder, [output / name for name in report.num_records]))
-
-
-def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
-    """The mean similarity of the negatives of each level to their queries, by the judge model, as text."""
-    check = check_levels(paths, encoder)
-    rows = [("  positive", f"{check.positive:.3f}")]
-    rows += [(f"  level {level}", f"{mean:.3f}") for level, mean in enumerate(check.levels, start=1)]
-    lines = [f"mean cosine with the query by {judge}, {check.num_records} records:", format_table(rows)]
-    lines.append(f"similarity decreases from level to level in {check.falling_fraction:.0%} of the records")
-    if list(check.levels) != sorted(set(check.levels), reverse=True):
-        lines.append("the means do not decrease from level to level")
-    return "\n".join(lines)
 
 
 def synthesis_table(report: SynthesisReport, output: Path, whose: str) -> str:

@@ -14,7 +14,7 @@ import yaml
 from embeddings.cli.mining import decontaminator
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import program, refuse_given
+from embeddings.common.errors import program, refuse_given, require_minimum
 from embeddings.common.io import atomic_path, read_json_or_empty, write_text
 from embeddings.common.jobs import manifest_path
 from embeddings.common.process import logger
@@ -106,8 +106,7 @@ def prepare(
     """
     if recipe == "docstrings":
         raise OptionError("recipe", recipe, "must come first", f"write: {program()} prepare docstrings --output FOLDER")
-    if limit is not None and limit < 1:
-        raise OptionError("limit", limit, "must be >= 1", "leave it out for all rows")
+    require_minimum("limit", limit, 1, "leave it out for all rows", optional=True)
     table = PublicTable.read()
     stages = table.stages_of(recipe, stage)
     wanted = [key for each in stages for key in each.wanted()]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from embeddings import figures
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import refuse_given
+from embeddings.common.errors import refuse_given, require_minimum
 from embeddings.common.text import format_table, one_line
 from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
@@ -122,8 +122,7 @@ def latent_attention(
         by_text: Whether to show one row for each text, the mean over its tokens, as in NV-Embed's Fig. 2.
     """
     _check_texts(texts)
-    if num_latents < 1:
-        raise OptionError("num_latents", num_latents, "must be >= 1", "24 is usual")
+    require_minimum("num_latents", num_latents, 1, "24 is usual")
     figures.check_output(output, needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
     weights = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)

@@ -2,7 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, PreemptedError, UserError
+from embeddings.common.errors import (
+    InputError,
+    MissingExtraError,
+    NumericError,
+    OptionError,
+    PreemptedError,
+    UserError,
+    require_minimum,
+)
 from embeddings.common.process import lazy_names
 from embeddings.common.text import TextRole, TextSettings, instruction_prompt
 
@@ -29,6 +37,7 @@ __all__ = [
     "TokenBatch",
     "UserError",
     "instruction_prompt",
+    "require_minimum",
 ]
 
 __getattr__ = lazy_names(__name__)

@@ -101,6 +101,14 @@ def refuse_given(options: Mapping[str, object], rule: str, hint: str = "leave it
             raise OptionError(name, str(value) if isinstance(value, Path) else value, rule, hint)
 
 
+def require_minimum(
+    option: str, value: float | None, minimum: int, hint: str = "leave it out for the default", optional: bool = False
+) -> None:
+    """Refuse an option below its minimum; the parser accepts null, so without `optional` this refuses it too."""
+    if not (optional if value is None else value >= minimum):
+        raise OptionError(option, value, f"must be >= {minimum}", hint)
+
+
 class MissingExtraError(UserError):
     """An optional library that is not installed; the message names the extra that installs it."""
 

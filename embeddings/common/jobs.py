@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError, NumericError, OptionError, UserError, WorkerError
+from embeddings.common.errors import InputError, NumericError, OptionError, UserError, WorkerError, require_minimum
 from embeddings.common.io import (
     CHECKSUM,
     atomic_path,
@@ -46,8 +46,7 @@ class ArrayTask:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise OptionError("num_tasks", self.count, "must be >= 1", "leave it out for one process")
+        require_minimum("num_tasks", self.count, 1, "leave it out for one process")
         if not 0 <= self.index < self.count:
             raise OptionError("task_index", self.index, f"must be from 0 to {self.count - 1}", "count tasks from 0")
 
@@ -167,10 +166,12 @@ class ShardedJob(JobFolder):
     def path(self, shard: int) -> Path:
         return self.folder / f"{self.stem}-{shard:05d}{self.suffix}"
 
-    def missing(self) -> list[int]:
+    def missing(self, task: ArrayTask | None = None) -> list[int]:
+        """The shards of a task (None: all) that are not made yet."""
         if self.complete:
             return []
-        return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
+        shards = (task or ArrayTask()).shards(self.num_shards)
+        return [shard for shard in shards if not self.path(shard).exists()]
 
     def run(
         self,
@@ -230,11 +231,6 @@ def require_free(folder: Path) -> None:
     has_content = not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())
     if has_content and not (folder / "manifest.json").exists():
         raise InputError(str(folder), "already exists and has no manifest", "name a new folder")
-
-
-def require_shard_size(shard_size: int) -> None:
-    if shard_size < 1:
-        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
 
 
 def shard_rows(shard: int, shard_size: int, num_rows: int) -> range:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,8 +97,7 @@ class TextSettings:
             if name not in self.given:
                 object.__setattr__(self, name, default)
         for name in LENGTHS:
-            if getattr(self, name) < 4:
-                raise OptionError(f"data.text.{name}", getattr(self, name), "must be >= 4", "the paper uses 512")
+            require_minimum(f"data.text.{name}", getattr(self, name), 4, "the paper uses 512")
         if self.instruction_template.count("{instruction}") != 1:
             rule = "must contain {instruction} once"
             raise OptionError("data.text.instruction_template", self.instruction_template, rule, "see NV-Embed's Eq. 2")

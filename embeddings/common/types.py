@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import require_minimum
 
 
 def queues_work(device: torch.device | str) -> bool:
@@ -246,8 +246,7 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
         max_texts: Maximum number of texts in a mini-batch, >= 1; None for no limit.
     """
     for name, limit in (("mini_batch_tokens", mini_batch_tokens), ("max_texts", max_texts)):
-        if limit is not None and limit < 1:
-            raise OptionError(name, limit, "must be >= 1", "try 4096 tokens; a larger budget needs more memory")
+        require_minimum(name, limit, 1, "try 4096 tokens; a larger budget needs more memory", optional=True)
     order_N = torch.argsort(lengths_N, descending=True, stable=True)
     sorted_lengths = lengths_N[order_N].tolist()
     plan, start = [], 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from embeddings.common import InputError, OptionError, TextRole, TextSettings, TokenBatch
+from embeddings.common import InputError, OptionError, TextRole, TextSettings, TokenBatch, require_minimum
 from embeddings.common.io import check_regular
 from embeddings.common.random import numpy_generator
 from embeddings.compression.layerwise import LayerwiseModel
@@ -45,10 +45,8 @@ class CalibrationOptions:
     calibration_seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_texts < 1:
-            raise OptionError("num_texts", self.num_texts, "must be >= 1", "128 is the default")
-        if self.max_length is not None and self.max_length < 4:
-            raise OptionError("max_length", self.max_length, "must be >= 4", "leave it out for the model's own")
+        require_minimum("num_texts", self.num_texts, 1, "128 is the default")
+        require_minimum("max_length", self.max_length, 4, "leave it out for the model's own", optional=True)
 
 
 class CalibrationText(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from embeddings.common import OptionError
+from embeddings.common import OptionError, require_minimum
 from embeddings.common.io import MANIFEST, atomic_folder, file_sha256, link_or_copy, share_files, write_json, write_text
 from embeddings.common.jobs import discard_on_user_error
 from embeddings.common.own_folder import record_all
@@ -139,8 +139,7 @@ class QuantizationOptions:
 
     def __post_init__(self) -> None:
         check_solver(self.damping, self.block_size)
-        if self.group_size is not None and self.group_size < 1:
-            raise OptionError("group_size", self.group_size, "must be >= 1", "128 is usual; leave it out for none")
+        require_minimum("group_size", self.group_size, 1, "128 is usual; leave it out for none", optional=True)
         if self.group_size is not None and self.quantize is None:
             raise OptionError("group_size", self.group_size, "has no effect without --quantize", "try --quantize int8")
 
@@ -160,8 +159,7 @@ class QuantizationOptions:
 def check_solver(damping: float, block_size: int) -> None:
     if not damping > 0:
         raise OptionError("damping", damping, "must be > 0", "the papers use 0.01")
-    if block_size < 1:
-        raise OptionError("block_size", block_size, "must be >= 1", "the papers use 128")
+    require_minimum("block_size", block_size, 1, "the papers use 128")
 
 
 @dataclass(frozen=True)

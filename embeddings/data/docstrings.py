@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import check_manifest, file_hash, link_or_copy, text_hash, write_json_lines, write_text
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import logger
@@ -56,7 +56,7 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> list[DocumentedFunct
     for function in by_name.values():
         by_code.setdefault("".join(_code(function).split()), function)
     distinct = list(by_code.values())
-    is_copy_N = near_duplicates([_code(function) for function in distinct])
+    is_copy_N = NearDuplicates(NEAR_DUPLICATE_JACCARD).copies([_code(function) for function in distinct])
     by_query: dict[str, list[DocumentedFunction]] = {}
     for function in compress(distinct, ~is_copy_N):
         by_query.setdefault(normalised_query(function.query), []).append(function)
@@ -67,15 +67,6 @@ def normalised_query(query: str) -> str:
     """The words of a sentence in lower case, without punctuation, articles and final "s"."""
     words = re.findall(r"[a-z0-9]+", query.lower())
     return " ".join(word.rstrip("s") or word for word in words if word not in _IGNORED_WORDS)
-
-
-def near_duplicates(texts: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """For each text, whether it is a near-duplicate of an earlier text that is not a near-duplicate itself."""
-    rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
-    items = [(text,) for text in texts]
-    if not items:
-        return np.zeros(0, dtype=bool)
-    return rule.mark_copies(rule.signatures(items), lambda rows: [items[row] for row in rows])
 
 
 def _code(function: DocumentedFunction) -> str:
@@ -203,8 +194,7 @@ def prepare_docstrings(
     folder = Path(os.path.abspath(output))
     require_replaceable(folder, {"kind": KIND})
     sizes = {**SIZES, **sizes}
-    if max_rows is not None and max_rows < 1:
-        raise OptionError("max_rows", max_rows, "must be >= 1", "leave it out for all pairs")
+    require_minimum("max_rows", max_rows, 1, "leave it out for all pairs", optional=True)
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
     # Held-out functions come first, because of two copies the first one is retained.

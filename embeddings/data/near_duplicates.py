@@ -94,6 +94,13 @@ class NearDuplicates:
         size_N = np.bincount((key >> np.uint64(_HASH_BITS)).astype(np.int64), minlength=len(texts))
         return key & np.uint64((1 << _HASH_BITS) - 1), size_N
 
+    def copies(self, texts: Sequence[str]) -> _Bools:
+        """For each text, whether it is a near-copy of an earlier one that is not one itself (see `mark_copies`)."""
+        items = [(text,) for text in texts]
+        if not items:
+            return np.zeros(0, np.bool_)
+        return self.mark_copies(self.signatures(items), lambda rows: [items[row] for row in rows])
+
     def mark_copies(
         self,
         signature_NKB: npt.NDArray[np.uint8],

@@ -8,6 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader, BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,11 @@ def blocks_of(title: str, readers: Sequence[Reader]) -> Iterator[Block]:
             for block in reader.blocks():
                 yield block
                 bar.update(len(block.fields) if total is None else done + reader.bytes_read - bar.n)
+
+
+def rows_of(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
+    """As `blocks_of`, one row at a time."""
+    return chain.from_iterable(block.rows for block in blocks_of(title, readers))
 
 
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str], content: bytes | None = None) -> Reader:

@@ -364,20 +364,13 @@ class _Row:
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
     def text(self, name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise self.fault(f"{name} is {kind_of(value)}, expected text", _GIVE_TEXT)
-        if not value.strip():
-            kind = "white space" if value else "an empty text"
+        text = valid_text(self.where, name, value)
+        if not text.strip():
+            kind = "white space" if text else "an empty text"
             raise self.fault(f"{name} is {kind}", _GIVE_TEXT)
-        if "\x00" in value:
+        if "\x00" in text:
             raise self.fault(f"{name} contains a NUL character", "remove the character")
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                what = f"{name} contains half of a character (a lone surrogate)"
-                raise self.fault(what, "rewrite the file as UTF-8") from None
-        return str(value)
+        return text
 
     def positives(self, name: str, value: Any) -> tuple[str, ...]:
         """One text, or a list of at least one."""
@@ -476,6 +469,19 @@ class _Row:
 
     def fault(self, what: str, fix: str) -> InputError:
         return InputError(self.where, what, fix)
+
+
+def valid_text(where: str, name: str, value: Any) -> str:
+    """A value that must be text, which may be empty."""
+    if not isinstance(value, str):
+        raise InputError(where, f"{name} is {kind_of(value)}, expected text", _GIVE_TEXT)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            what = f"{name} contains half of a character (a lone surrogate)"
+            raise InputError(where, what, "rewrite the file as UTF-8") from None
+    return str(value)
 
 
 def kind_of(value: Any) -> str:

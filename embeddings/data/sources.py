@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from embeddings.common.errors import InputError, OptionError, program, run_checks
+from embeddings.common.errors import InputError, OptionError, program, require_minimum, run_checks
 from embeddings.common.io import check_regular, file_sha256, read_json_or_empty, write_json
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import TextSettings
@@ -192,8 +192,7 @@ class SourceConfig(Origin):
 
     def _check_numbers(self) -> None:
         for option in ("max_rows", "num_negatives"):
-            if (count := getattr(self, option)) is not None and count < 1:
-                raise self.fault(option, count, "must be >= 1", "leave it out for the default")
+            require_minimum(f"data.sources[{self.name}].{option}", getattr(self, option), 1, optional=True)
         if not all(map(str.strip, self.label_texts.values())):
             raise self.fault("label_texts", self.label_texts, "must not contain an empty text", "write the text")
         for option, where in _ONLY_ON.items():

@@ -41,8 +41,8 @@ from embeddings.data.documented_functions import (
     require_available,
     sources_digest,
 )
-from embeddings.data.readers import blocks_of
-from embeddings.data.records import Cell, kind_of
+from embeddings.data.readers import rows_of
+from embeddings.data.records import Cell, valid_text
 from embeddings.data.samplers.base import BlendedBatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.sources import Origin, SourceInputs, check_files, check_names, one_after_another
 from embeddings.data.store import converted_folder
@@ -108,23 +108,13 @@ class Documents(SourceInputs):
 
     def _record_texts(self, title: str) -> Iterator[str]:
         column = self.source.column
-        for block in blocks_of(title, self.readers([column], [column])):
-            for where, fields in block.rows:
-                if column not in fields:
-                    names = ", ".join(map(str, fields))[:80]
-                    raise InputError(where, f"no column {column!r} among {names}", "set column in the source")
-                text = fields[column]
-                if text is None and any(isinstance(cell, Cell) for cell in fields.values()):
-                    continue  # an empty cell of a table
-                if not isinstance(text, str):
-                    what = f"{column} is {kind_of(text)}, expected text"
-                    raise InputError(where, what, "correct the record, or leave it out")
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    what = f"{column} contains half of a character (a lone surrogate)"
-                    raise InputError(where, what, "rewrite the file as UTF-8") from None
-                yield text
+        for where, fields in rows_of(title, self.readers([column], [column])):
+            if column not in fields:
+                names = ", ".join(map(str, fields))[:80]
+                raise InputError(where, f"no column {column!r} among {names}", "set column in the source")
+            is_empty_cell = fields[column] is None and any(isinstance(cell, Cell) for cell in fields.values())
+            if not is_empty_cell:
+                yield valid_text(where, column, fields[column])
 
 
 def _packages(names: Sequence[str]) -> list[str]:

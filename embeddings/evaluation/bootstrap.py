@@ -54,21 +54,24 @@ def paired_bootstrap(
     for start in range(0, num_resamples, step):
         drawn_RQ = generator.integers(num_queries, size=(min(step, num_resamples - start), num_queries))
         mean_R[start : start + step] = difference_Q[drawn_RQ].mean(axis=1)
-    low, high = np.quantile(mean_R, [(1 - confidence) / 2, (1 + confidence) / 2])
-    if 2 * 0.5**num_queries > 1 - confidence:
-        # Differences of one sign are that likely by chance.
-        low, high = min(low, 0.0), max(high, 0.0)
-    return Difference(float(difference_Q.mean()), float(low), float(high))
+    return _difference(float(difference_Q.mean()), mean_R, num_queries, confidence)
 
 
 def bootstrap(
     difference: Callable[[npt.NDArray[np.int64]], float], num_rows: int, num_resamples: int = 1_000, seed: int = 0
 ) -> Difference:
-    """A difference of any statistic over all rows, with its 95 % percentile interval over resampled rows.
+    """As `paired_bootstrap`, of any statistic over all rows, at 95 %.
 
     `difference` maps rows, (N,) int64, in which a row may be repeated, to the difference.
     """
     generator = np.random.default_rng(seed)
     value_R = [difference(generator.integers(num_rows, size=num_rows)) for _ in range(num_resamples)]
-    low, high = np.quantile(value_R, [(1 - 0.95) / 2, (1 + 0.95) / 2])
-    return Difference(difference(np.arange(num_rows)), float(low), float(high))
+    return _difference(difference(np.arange(num_rows)), np.array(value_R), num_rows)
+
+
+def _difference(mean: float, value_R: npt.NDArray[np.float64], num_rows: int, confidence: float = 0.95) -> Difference:
+    low, high = np.quantile(value_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    if 2 * 0.5**num_rows > 1 - confidence:
+        # Differences of one sign are that likely by chance.
+        low, high = min(low, 0.0), max(high, 0.0)
+    return Difference(mean, float(low), float(high))

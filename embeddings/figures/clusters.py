@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common import OptionError
+from embeddings.common import require_minimum
 from embeddings.common.random import numpy_generator
 from embeddings.data.samplers.clustered import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
@@ -88,9 +88,8 @@ def draw_cluster_points(
     clusters: ClusterFolder, vectors: SurrogateVectors, num_clusters: int, rows_per_cluster: int, seed: int = 0
 ) -> ClusterPoints:
     """Draw random non-empty clusters, and random rows of each: query and first positive, concatenated."""
-    for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
-        if value < 1:
-            raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+    require_minimum("num_clusters", num_clusters, 1)
+    require_minimum("rows_per_cluster", rows_per_cluster, 1)
     generator = numpy_generator(seed, "shown clusters")
     sizes = np.diff(clusters.offsets)
     chosen = np.sort(generator.permutation(np.flatnonzero(sizes))[:num_clusters])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import Stemmer
 from scipy import sparse
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import check_file, load_array, write_text
 from embeddings.common.process import trim_malloc
 from embeddings.common.progress import progress_bar
@@ -234,8 +234,7 @@ class BM25:
         Equal scores, such as the zeros of texts that share no token with the query, are in the order of the rows
         `tie_order_N`, by default in corpus order.
         """
-        if top_k < 1:
-            raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
+        require_minimum("top_k", top_k, 1, "10 is what nDCG@10 needs")
         require_list("queries", queries)
         num_texts = self.num_texts
         k = min(top_k, num_texts)

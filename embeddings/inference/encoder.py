@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common.errors import InputError, NumericError, OptionError
+from embeddings.common.errors import InputError, NumericError, OptionError, require_minimum
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, lists_of, load_array
 from embeddings.common.jobs import save_array
 from embeddings.common.progress import progress_bar
@@ -192,8 +192,7 @@ class Encoder:
             is_cpu = self.device.type == "cpu"
             per_thread = CPU_MINI_BATCH_TOKENS_PER_THREAD * torch.get_num_threads()
             mini_batch_tokens = per_thread if is_cpu else GPU_MINI_BATCH_TOKENS
-        if mini_batch_tokens < 1:
-            raise OptionError("mini_batch_tokens", mini_batch_tokens, "must be >= 1", "leave it out for the default")
+        require_minimum("mini_batch_tokens", mini_batch_tokens, 1)
         self.mini_batch_tokens = mini_batch_tokens
         self.show_progress = show_progress
         self.dimensions = dimensions

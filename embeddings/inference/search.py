@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import OptionError, require_minimum
 from embeddings.common.io import check_manifest
 from embeddings.common.progress import tracked
 from embeddings.inference.context import check_same_context
@@ -88,8 +88,7 @@ class TopKSearch:
 
 
 def require_top_k(top_k: int) -> None:
-    if top_k < 1:
-        raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+    require_minimum("top_k", top_k, 1, "10 is usual")
 
 
 class BestDocuments:
@@ -308,9 +307,7 @@ def _words(bits_NB: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 
 def require_multiplier(rescore_multiplier: int) -> None:
-    if rescore_multiplier < 1:
-        rule = "must be >= 1"
-        raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
+    require_minimum("rescore_multiplier", rescore_multiplier, 1, f"leave it out for {RESCORE_MULTIPLIER}")
 
 
 # Searches an index: unit query vectors and the number of documents per query -> the best documents.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from embeddings.common.errors import InputError, OptionError, shown
+from embeddings.common.errors import InputError, OptionError, require_minimum, shown
 from embeddings.common.io import (
     MANIFEST,
     atomic_path,
@@ -33,12 +33,12 @@ from embeddings.common.io import (
     read_json_or_empty,
     write_text,
 )
-from embeddings.common.jobs import ArrayTask, ShardedJob, require_shard_size, save_array, shard_rows, spread
+from embeddings.common.jobs import ArrayTask, ShardedJob, save_array, shard_rows, spread
 from embeddings.common.process import tune_malloc
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole, shorten
 from embeddings.common.types import TokenBatch
-from embeddings.data.readers import blocks_of, open_reader
+from embeddings.data.readers import open_reader, rows_of
 from embeddings.data.records import kind_of
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import CONTEXT_FILE, Context, Encoder, model_fields, text_blocks, unit_rows
@@ -95,9 +95,8 @@ def _corpus_rows(
     id_column, title_column, text_column = (named.get(name, name) for name in COLUMNS)
     id_columns = (id_column,) if id_column != "_id" or "id" in (title_column, text_column) else ("_id", "id")
     reader = open_reader(Path(path), (*id_columns, title_column, text_column), (text_column,))
-    blocks = blocks_of(f"reading {path}", [reader]) if show_progress else reader.blocks()
     missing = {*named.values()}
-    for number, (where, fields) in enumerate(row for block in blocks for row in block.rows):
+    for number, (where, fields) in enumerate(rows_of(f"reading {path}", [reader]) if show_progress else reader):
         missing -= fields.keys()
         column = id_columns[0] if id_columns[0] in fields else id_columns[-1]
         document_id = identifier_field(where, fields, column) if column in fields else str(number)
@@ -385,8 +384,7 @@ def encode_corpus(
         known: The result of `encoding_fields` for these arguments, if it was computed.
     """
     folder = Path(output)
-    if tokenizer_workers < 0:
-        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
+    require_minimum("tokenizer_workers", tokenizer_workers, 0, "0 tokenises between the shards")
     # Errors in the corpus or the prompt are found before anything is written.
     fields, text_bytes = known or encoding_fields(
         encoder, corpus, folder, prompt_name, role, columns, shard_size, vector_format, context
@@ -396,7 +394,7 @@ def encode_corpus(
     defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
     job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     of_task = (task or ArrayTask()).shards(shards.num_shards)
-    missing = [shard for shard in job.missing() if shard in of_task]
+    missing = job.missing(task)
     total_bytes = text_bytes + num_documents * bytes_per_vector(vector_format, encoder.embedding_dim)
     check_disk_space(folder, total_bytes * len(missing) // shards.num_shards)
     if context is not None:
@@ -444,7 +442,7 @@ def encoding_fields(
 ) -> tuple[dict[str, Any], int]:
     """What determines the output of `encode_corpus`, and the bytes of all texts in UTF-8; reads the corpus."""
     shard_size = _default_shard_size(encoder, folder) if shard_size is None else shard_size
-    require_shard_size(shard_size)
+    require_minimum("shard_size", shard_size, 1)
     require_format(vector_format, encoder.embedding_dim)
     num_documents, text_bytes = 0, 0
     for document in read_corpus(corpus, columns, encoder.show_progress):

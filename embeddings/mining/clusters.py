@@ -16,7 +16,7 @@ import regex
 import torch
 from numpy.typing import NDArray
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import SETTINGS, check_manifest
 from embeddings.common.jobs import (
     ArrayTask,
@@ -371,8 +371,8 @@ class ClusterSettings:
             rule = "replaces cluster_size"
             raise OptionError("num_clusters", self.num_clusters, rule, "give one of the two")
         for name, value in asdict(self).items():
-            if name not in ("seed", "memory_gib") and value is not None and type(value) is int and value < 1:
-                raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+            if name not in ("seed", "memory_gib") and type(value) is int:
+                require_minimum(name, value, 1)
 
     def resolve_num_clusters(self, num_rows: int) -> int:
         if num_rows > MAX_ROWS:
@@ -471,7 +471,7 @@ def cluster_pairs(
 
             runs_fields = {"kind": "k-means", **fields}
             runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
-            if any(not runs.path(run).exists() for run in (task or ArrayTask()).shards(settings.num_runs)):
+            if runs.missing(task):
                 # Here, so that the bar of the runs has only k-means.
                 vectors()
             runs.run(train, task, take_over=True)

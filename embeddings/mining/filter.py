@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import SETTINGS, check_manifest, file_lock
 from embeddings.common.jobs import (
     ArrayTask,
@@ -22,7 +22,6 @@ from embeddings.common.jobs import (
     finished_manifest,
     load_shard,
     output_file,
-    require_shard_size,
     save_array,
     write_array,
 )
@@ -264,13 +263,11 @@ class FilterRules:
             NearDuplicates(self.near_duplicates)
             if not self.remove_copies:
                 raise OptionError("remove_copies", False, "excludes near_duplicates", "a copy is a near-copy too")
-        if self.top_k is not None and self.top_k < 1:
-            raise OptionError("top_k", self.top_k, "must be >= 1", "the paper uses 2")
+        require_minimum("top_k", self.top_k, 1, "the paper uses 2", optional=True)
         if self.max_margin is not None and not 0 < self.max_margin <= 2:
             hint = "at 0.3 and temperature 0.05 the loss is near zero"
             raise OptionError("max_margin", self.max_margin, "must be > 0 and <= 2", hint)
-        if self.segment_size < 2:
-            raise OptionError("segment_size", self.segment_size, "must be >= 2", "the paper uses 1000000")
+        require_minimum("segment_size", self.segment_size, 2, "the paper uses 1000000")
 
 
 class FilterReport(NamedTuple):
@@ -324,7 +321,7 @@ def filter_pairs(
         task: Shards that this process computes; None for all.
         cache_dir: Folder of converted sources.
     """
-    require_shard_size(shard_size)
+    require_minimum("shard_size", shard_size, 1)
     is_json_lines(Path(output))
     prompts: dict[str, Any] = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
     if encoder is not None and rules.top_k is None:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from embeddings.common.errors import InputError, OptionError, refuse_given, require
+from embeddings.common.errors import InputError, OptionError, refuse_given, require, require_minimum
 from embeddings.common.io import SETTINGS, check_manifest, file_lock, file_sha256
 from embeddings.common.jobs import (
     ArrayTask,
@@ -24,7 +24,6 @@ from embeddings.common.jobs import (
     load_shard,
     manifest_path,
     output_file,
-    require_shard_size,
     save_array,
     shard_rows,
 )
@@ -287,7 +286,7 @@ def mine_negatives(
     """
     search = search or SearchOptions()
     search.check()
-    require_shard_size(shard_size)
+    require_minimum("shard_size", shard_size, 1)
     is_json_lines(Path(output))
     if config.conversion not in ("pairs", "sts"):
         raise config.fault("conversion", config.conversion, "has no records to mine for", "use pairs or sts")

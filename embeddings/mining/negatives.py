@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed, mix_bits
 from embeddings.data.near_duplicates import concatenated_ranges
@@ -50,16 +50,14 @@ class NegativeRules:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise OptionError("num_negatives", self.count, "must be >= 1", "NV-Embed uses 7")
+        require_minimum("num_negatives", self.count, 1, "NV-Embed uses 7")
         if self.margin is not None and not 0 < self.margin <= 1:
             hint = "NV-Retriever uses 0.95; null switches it off"
             raise OptionError("margin", self.margin, "must be > 0 and <= 1", hint)
         if self.absolute_margin is not None and not (math.isfinite(self.absolute_margin) and self.absolute_margin >= 0):
             rule = "must be finite and >= 0"
             raise OptionError("absolute_margin", self.absolute_margin, rule, "leave it out to switch it off")
-        if self.first_rank < 1:
-            raise OptionError("first_rank", self.first_rank, "must be >= 1", "1 is the hardest candidate")
+        require_minimum("first_rank", self.first_rank, 1, "1 is the hardest candidate")
         if self.num_negatives is not None and self.last_rank - self.first_rank + 1 < self.count:
             rule = f"must leave at least {self.count} ranks from first_rank {self.first_rank}"
             raise OptionError("last_rank", self.last_rank, rule, "raise it, or lower num_negatives")

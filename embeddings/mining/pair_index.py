@@ -14,7 +14,7 @@ from embeddings.common.io import atomic_folder, check_manifest, file_sha256, loa
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
 from embeddings.data.near_duplicates import concatenated_ranges
-from embeddings.data.readers import blocks_of, open_reader
+from embeddings.data.readers import open_reader, rows_of
 from embeddings.data.store import CachedSource, StoredRow, Table, write_table
 from embeddings.inference.vector_folder import text_field
 
@@ -192,8 +192,8 @@ def _hashes(texts_of: Callable[[range], list[list[str]]], num_rows: int, title: 
 def _hashed_corpus(path: Path, text_hashes: "array[int]", body_hashes: "array[int]") -> Iterator[StoredRow]:
     """The documents of a corpus file as rows to store; also appends their hashes with and without the title."""
     num_skipped = 0
-    blocks = blocks_of(f"reading {path}", [open_reader(path, ("title", "text"), ("text",))])
-    for where, fields in (row for block in blocks for row in block.rows):
+    reader = open_reader(path, ("title", "text"), ("text",))
+    for where, fields in rows_of(f"reading {path}", [reader]):
         title = "" if fields.get("title") is None else text_field(where, fields, "title")
         body = text_field(where, fields, "text")
         text = " ".join(part for part in (title, body) if part)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, require_minimum
 from embeddings.common.io import check_manifest, check_vectors, file_lock, text_hash
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, require_shard_size, save_array, write_array
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, write_array
 from embeddings.common.process import logger
 from embeddings.common.progress import progress_bar
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
@@ -177,7 +177,7 @@ def encode_pairs(
         devices: Devices that share this process's shards, one process each (see `on_devices`).
         task: Shards that this process computes; None for all.
     """
-    require_shard_size(shard_size)
+    require_minimum("shard_size", shard_size, 1)
     assert index is None or not negatives
     encoder.embedder.require_directions("model", encoder.origin, "mining")
     model = {**model_fields(encoder), "embedding_dim": encoder.embedding_dim}
@@ -240,7 +240,7 @@ def _encode_side(
         return _ShardTexts(shard, vector_ND, parts)
 
     writer = _ShardWriter(job, side.role, budget, f"{_FOLDERS[side.role]} of {index.source.folder.name}", shards)
-    pending = [shard for shard in (task or ArrayTask()).shards(job.num_shards) if not job.path(shard).exists()]
+    pending = job.missing(task)
     used = devices[: len(pending)]
     if len(used) > 1:
         results = on_devices(encoder, used, writer, map(texts, pending))

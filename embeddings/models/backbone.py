@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import is_panic, require, shown
+from embeddings.common.errors import is_panic, require, require_minimum, shown
 from embeddings.common.io import check_file, read_json_or_empty
 from embeddings.common.process import quiet_transformers
 from embeddings.common.text import check_tokenizer_files, load_tokenizer_files, one_line
@@ -92,8 +92,7 @@ class BackboneConfig:
             raise OptionError("backbone.dtype", self.dtype, rule, "set it: it is the dtype of unquantised weights")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
-        if self.num_layers is not None and self.num_layers < 1:
-            raise OptionError("backbone.num_layers", self.num_layers, "must be >= 1", "leave it out for all")
+        require_minimum("backbone.num_layers", self.num_layers, 1, "leave it out for all", optional=True)
 
 
 def check_attention(name: str | None, owner: str) -> None:

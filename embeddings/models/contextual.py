@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch
+from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings, TokenBatch, require_minimum
 from embeddings.common.text import Similarity
 from embeddings.common.types import take_texts
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model, num_positions
@@ -90,8 +90,7 @@ class ContextualEmbedder(Embedder):
         numbers = {"num_context": num_context, "num_soft_prompts": num_soft_prompts}
         numbers |= {} if context_max_length is None else {"context_max_length": context_max_length}
         for name, number in numbers.items():
-            if number < (minimum := int(name != "num_soft_prompts")):
-                raise OptionError(name, number, f"must be >= {minimum}", "leave it out for the usual value")
+            require_minimum(name, number, int(name != "num_soft_prompts"), "leave it out for the usual value")
         if not 0.0 <= context_dropout <= 1.0:
             raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "released: 0.005")
         check_dropout(context_dropout, form.has_null, "context_dropout")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from embeddings.common import OptionError
+from embeddings.common import OptionError, require_minimum
 from embeddings.common.io import write_text
 from embeddings.models.pooling import plain_backbone
 
@@ -42,10 +42,8 @@ class LoraSettings:
     keep_zeros: bool = False
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise OptionError("lora.rank", self.rank, "must be >= 1", "NV-Embed uses 16")
-        if self.alpha < 1:
-            raise OptionError("lora.alpha", self.alpha, "must be >= 1", "NV-Embed uses 32")
+        require_minimum("lora.rank", self.rank, 1, "NV-Embed uses 16")
+        require_minimum("lora.alpha", self.alpha, 1, "NV-Embed uses 32")
         if not 0.0 <= self.dropout < 1.0:
             raise OptionError("lora.dropout", self.dropout, "must be in [0, 1)", "NV-Embed uses 0.1")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch, require_minimum
 from embeddings.common.distributed import is_distributed, mean_over_ranks
 from embeddings.common.process import logger
 from embeddings.common.random import RandomState, derive_seed, run_seed
@@ -62,8 +62,7 @@ class ContextSettings:
     residual_projection: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise OptionError("model.context.max_length", self.max_length, "must be >= 1", "leave it out for no limit")
+        require_minimum("model.context.max_length", self.max_length, 1, "leave it out for no limit", optional=True)
         if not 0.0 <= self.dropout_fraction <= 1.0:
             name = "model.context.dropout_fraction"
             raise OptionError(name, self.dropout_fraction, "must be in [0, 1]", "the paper uses 0.005")
@@ -94,8 +93,7 @@ class FirstStageTraining:
             name, fix = "model.first_stage_training.learning_rate_factor", "frozen_steps: null freezes the first stage"
             raise OptionError(name, self.learning_rate_factor, "must be > 0 and finite", fix)
         for name, steps in (("word_steps", self.word_steps), ("frozen_steps", self.frozen_steps)):
-            if steps is not None and steps < 0:
-                raise OptionError(f"model.first_stage_training.{name}", steps, "must be >= 0", "0 leaves them out")
+            require_minimum(f"model.first_stage_training.{name}", steps, 0, "0 leaves them out", optional=True)
 
     def phase(self, step: int) -> Phase:
         """The phase of step `step`, from 0: `words` trains the first stage, `frozen` the second, `joint` both."""

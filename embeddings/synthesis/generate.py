@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from embeddings.common.errors import InputError, OptionError, PreemptedError
+from embeddings.common.errors import InputError, OptionError, PreemptedError, require_minimum
 from embeddings.common.io import check_manifest, file_hash, file_sha256, text_hash, write_json_lines, write_manifest
 from embeddings.common.jobs import ArrayTask, JobFolder, discard_on_user_error
 from embeddings.common.process import EXIT_INTERRUPTED, logger
@@ -329,10 +329,8 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_examples", "num_brainstormed"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+        require_minimum("num_examples", self.num_examples, 1)
+        require_minimum("num_brainstormed", self.num_brainstormed, 1, optional=True)
         names = {category.name for category in self.recipe.categories}
         for name, share in (self.shares or {}).items():
             if name not in names:

@@ -2,24 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import regex
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import check_vectors
 from embeddings.common.text import canonical, one_line
-from embeddings.data.readers import open_reader
-from embeddings.data.records import NUM_LEVELS, Record, parse_record
+from embeddings.data.records import parse_record
 from embeddings.synthesis.prompts import LEVELS, Category
-
-if TYPE_CHECKING:
-    from embeddings.inference.encoder import Encoder
 
 Reason = Literal[
     "refused", "empty_answer", "cut_off", "not_json", "repeated_key", "no_tasks", "not_an_object", "missing_field",
@@ -263,48 +255,3 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     if suspicion is not None:
         raise RejectedAnswer("repeated_text", suspicion)
     return fields
-
-
-class LevelCheck(NamedTuple):
-    """Mean cosines with the query, of the positive and of the negative of each level, 1 (hardest) to 4.
-
-    In `falling_fraction` of the records the similarity never increases from one level to the next.
-    """
-
-    num_records: int
-    positive: float
-    levels: tuple[float, ...]
-    falling_fraction: float
-
-
-def check_levels(paths: Sequence[Path], encoder: "Encoder", max_records: int = 1000) -> LevelCheck:
-    """The mean similarity of each level, over at most `max_records` records, evenly spread.
-
-    Source: Pan et al. 2025 (MGH), section 5.1, Table 4 (.881, .857, .845, .793 for N1 to N4).
-    """
-    records = [record for path in paths for record in _graded_records(path)]
-    if not records:
-        raise InputError(str(paths[0]) if paths else "levels", "no record has four levels", "check another file")
-    count = min(max_records, len(records))
-    chosen = [records[index * len(records) // count] for index in range(count)]
-    query_ND = _unit(encoder.encode([record.query for record in chosen], role="query"))
-    texts = [[record.positives[0], *(negative.text for negative in record.negatives)] for record in chosen]
-    columns = [_unit(encoder.encode(list(column), role="document")) for column in zip(*texts, strict=True)]
-    cosine_SN = np.stack([(query_ND * document_ND).sum(axis=1) for document_ND in columns])
-    falling_N = (np.diff(cosine_SN[1:], axis=0) <= 0).all(axis=0)
-    positive, *levels = cosine_SN.mean(axis=1).tolist()
-    return LevelCheck(count, positive, tuple(levels), float(falling_N.mean()))
-
-
-def _graded_records(path: Path) -> Iterator[Record]:
-    fields = ("query", "positive", "negatives")
-    for where, row in open_reader(path, fields, fields):
-        record = parse_record(row, {}, where)
-        if [negative.level for negative in record.negatives] == list(range(1, NUM_LEVELS + 1)):
-            yield record
-
-
-def _unit(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    check_vectors(vector_ND, "the judge's vectors")
-    wide_ND = vector_ND.astype(np.float64)
-    return np.asarray(wide_ND / np.linalg.norm(wide_ND, axis=1, keepdims=True))

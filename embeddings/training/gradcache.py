@@ -28,6 +28,7 @@ from embeddings.common import (
     OptionError,
     Representations,
     TokenBatch,
+    require_minimum,
 )
 from embeddings.common.distributed import is_distributed, reduce_int
 from embeddings.common.protocols import SharesCasts
@@ -186,8 +187,7 @@ class GradCache:
         equal_mini_batches: bool = False,
     ) -> None:
         for name, limit in (("mini_batch_tokens", mini_batch_tokens), ("mini_batch_texts", mini_batch_texts)):
-            if limit is not None and limit < 1:
-                raise OptionError(name, limit, "must be >= 1", "a larger one is faster and needs more memory")
+            require_minimum(name, limit, 1, "a larger one is faster and needs more memory", optional=True)
         self.budget = GraphBudget(kept_fraction, kept_gib)
         self.mini_batch_tokens = mini_batch_tokens
         self.mini_batch_texts = mini_batch_texts
@@ -532,8 +532,7 @@ class GraphBudget:
     def __init__(self, kept_fraction: float | None = None, kept_gib: float | None = None) -> None:
         if kept_fraction is not None and not 0 <= kept_fraction <= 1:
             raise OptionError("kept_fraction", kept_fraction, "must be from 0 to 1", "0.5 keeps half the graphs")
-        if kept_gib is not None and not kept_gib >= 0:
-            raise OptionError("kept_gib", kept_gib, "must be >= 0", "0 keeps one graph at most")
+        require_minimum("kept_gib", kept_gib, 0, "0 keeps one graph at most", optional=True)
         self.kept_fraction, self.kept_gib = kept_fraction, kept_gib
         self._bytes_per_token: dict[int, float] = {}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import OptionError, require_minimum
 
 
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
@@ -87,8 +87,7 @@ class Schedule:
         if self.warmup_steps < 0 or (self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps)):
             rule = "must be an integer >= 0, or a fraction of the run below 1"
             raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "NV-Embed uses 50")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
+        require_minimum("model.schedule.total_steps", self.total_steps, 1, "leave it out", optional=True)
 
     def num_warmup_steps(self, total_steps: int) -> int:
         # As decimals: in binary, 0.29 * 100 is below 29.

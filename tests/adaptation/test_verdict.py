@@ -120,6 +120,15 @@ def test_the_interval_of_any_statistic_equals_a_loop():
     assert means == pytest.approx(exact, abs=0.02)
 
 
+@pytest.mark.parametrize("num_rows", [5, 6])
+def test_too_few_rows_for_a_sign_test_have_no_significant_difference_of_any_statistic(num_rows):
+    human_N = np.arange(float(num_rows))
+    # One model has the ranks of people, the other has them reversed.
+    found = bootstrap(lambda rows: 2 * spearman(human_N[rows], human_N[rows]), num_rows)
+    assert found.mean == pytest.approx(2.0)
+    assert found.is_significant == (num_rows > 5)
+
+
 def test_groups_are_by_kind_of_query_and_only_real_ones_decide(world, tmp_path):
     found = compare(str(world / "start"), [str(world / "trained")], [world / "small"], tmp_path / "out", **OPTIONS)
     kinds = {group.kind: group.num_queries for group in found.groups}

@@ -132,8 +132,10 @@ def test_a_flipped_bit_and_a_swap_of_two_parameters_change_the_checksum():
 def test_invalid_options_are_refused():
     with pytest.raises(OptionError, match=r"RunHealth\.compare_every_n_steps must be >= 1, got 0"):
         RunHealth(0)
-    with pytest.raises(OptionError, match=r"RoutingStatistics.every_n_steps must be >= 1, got 0"):
-        RoutingStatistics(every_n_steps=0)
+    # The parser accepts null in the arguments of a class.
+    for value in (0, None):
+        with pytest.raises(OptionError, match=rf"RoutingStatistics\.every_n_steps must be >= 1, got {value}"):
+            RoutingStatistics(every_n_steps=value)
 
 
 CALLBACK = component("RoutingStatistics", every_n_steps=2)

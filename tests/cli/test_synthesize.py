@@ -85,18 +85,6 @@ def test_a_refusing_server_ends_with_code_2_and_nothing_is_written(work, capsys)
     assert list(work.iterdir()) == []
 
 
-def test_a_judge_reports_the_similarity_of_levels_and_is_loaded_before_any_request(work, model, capsys):
-    with chat_server() as server:
-        assert run(server.endpoint, "--judge", "nowhere") == 2
-        assert "nowhere" in capsys.readouterr().err
-        assert (server.requests, list(work.iterdir())) == ([], [])
-        assert run(server.endpoint, "--num-examples", "6", "--judge", model) == 0
-    printed = capsys.readouterr().out
-    assert f"mean cosine with the query by {model}, 6 records:" in printed
-    assert all(f"\n  level {level}  " in printed for level in range(1, 5))
-    assert "similarity decreases from level to level in " in printed
-
-
 def test_ctrl_c_says_how_many_answers_are_saved(work, capsys):
     def behaviour(prompt, seed, count):
         if len(server.requests) == 9:
@@ -135,7 +123,6 @@ def test_the_end_of_a_budget_says_what_is_missing(work, capsys):
 
 
 BAD = [
-    (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
     (["--columns", "{query: question}"], "columns needs --regenerate-negatives"),
     (["--suspect-rows", "keep"], "suspect_rows needs --regenerate-negatives"),
     (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no prompt for negatives"),

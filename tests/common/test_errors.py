@@ -14,6 +14,7 @@ from embeddings.common.errors import (
     OptionError,
     UserError,
     require,
+    require_minimum,
 )
 
 
@@ -33,6 +34,18 @@ def test_an_error_has_one_line_and_survives_pickling(error, line, code):
     assert type(copied) is type(error)
     assert str(copied) == str(error) == line
     assert (copied.args, copied.exit_code) == (error.args, code)
+
+
+def test_a_number_below_its_minimum_is_refused_and_null_where_it_has_no_meaning():
+    for accepted in (1, 1.5):
+        require_minimum("loss.scale", accepted, 1)
+    require_minimum("loss.scale", None, 1, optional=True)
+    with pytest.raises(OptionError, match=r"loss\.scale must be >= 1, got None; try 1"):
+        require_minimum("loss.scale", None, 1, "try 1")
+    with pytest.raises(OptionError, match=r"loss\.scale must be >= 1, got 0; leave it out for the default"):
+        require_minimum("loss.scale", 0, 1)
+    with pytest.raises(OptionError, match=r"loss\.scale must be >= 0, got nan; try 1"):
+        require_minimum("loss.scale", float("nan"), 0, "try 1")
 
 
 def test_only_a_missing_library_raises_an_error_that_names_its_extra(tmp_path, monkeypatch):

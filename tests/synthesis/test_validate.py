@@ -1,24 +1,20 @@
-"""Conversion of answers to records, repairs, reasons for rejection, and the check of levels."""
+"""Conversion of answers to records, repairs, and reasons for rejection."""
 
 import json
 
-import numpy as np
 import pytest
 
-from embeddings.common import InputError
 from embeddings.data.records import parse_record
 from embeddings.synthesis.prompts import MGH
 from embeddings.synthesis.validate import (
     MAX_TASK_CHARACTERS,
     Answer,
     RejectedAnswer,
-    check_levels,
     parse_answer,
     read_example,
     read_negatives,
     read_tasks,
 )
-from tests.helpers.refusals import refused
 
 SHORT_LONG = MGH.category("short_long")
 TASK = "Find recipes for a dish."
@@ -232,51 +228,3 @@ def test_unusable_answers_are_rejected_with_a_reason(answer, reason):
         parse_answer(answer)
     assert rejected.value.reason == reason
     assert len(rejected.value.detail) <= 120
-
-
-class Angles:
-    """Embeds a text that is an angle in degrees as a vector of length 3 in that direction."""
-
-    def encode(self, texts, *, role=None):
-        angle = np.deg2rad([float(text.removesuffix(" degrees")) for text in texts])
-        return 3 * np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
-
-
-def write(path, *rows):
-    lines = [
-        {
-            "query": "0 degrees",
-            "positive": f"{positive} degrees",
-            "negatives": [{"text": f"{angle} degrees", "level": level} for level, angle in enumerate(angles, start=1)],
-        }
-        for positive, *angles in rows
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_cosines_are_averaged_by_level(tmp_path):
-    paths = [write(tmp_path / "a.jsonl", (1, 10, 20, 30, 40)), write(tmp_path / "b.jsonl", (3, 30, 20, 50, 60))]
-    found = check_levels(paths, Angles())
-    expected = [
-        (np.cos(np.deg2rad(a)) + np.cos(np.deg2rad(b))) / 2 for a, b in [(10, 30), (20, 20), (30, 50), (40, 60)]
-    ]
-    assert found.levels == pytest.approx(expected, abs=1e-6)
-    assert found.positive == pytest.approx((np.cos(np.deg2rad(1)) + np.cos(np.deg2rad(3))) / 2, abs=1e-6)
-    assert (found.num_records, found.falling_fraction) == (2, 0.5)
-
-
-def test_records_are_sampled_evenly_from_those_with_every_level(tmp_path):
-    rows = [(1, 10 + n, 20 + n, 30 + n, 40 + n) for n in range(10)]
-    path = write(tmp_path / "a.jsonl", *rows, (1, 10, 20))
-    assert check_levels([path], Angles()).num_records == 10
-    found = check_levels([path], Angles(), max_records=2)
-    assert found.levels[0] == pytest.approx((np.cos(np.deg2rad(10)) + np.cos(np.deg2rad(15))) / 2, abs=1e-6)
-    assert found.falling_fraction == 1
-
-
-def test_records_without_levels_are_refused(tmp_path):
-    path = write(tmp_path / "a.jsonl", (1, 10))
-    refused(InputError, "no record has four levels", check_levels, [path], Angles())
-    with pytest.raises(InputError):
-        check_levels([], Angles())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from embeddings.common.distributed import planned_place
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import OptionError, require_minimum
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.random import KeyedPermutation, derive_seed, mix_bits
 
@@ -105,8 +105,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """
 
     def __init__(self, batch_size: int, seed: int = 0) -> None:
-        if batch_size < 1:
-            raise OptionError("data.batch_size", batch_size, "must be >= 1", "give the number of pairs on one rank")
+        require_minimum("data.batch_size", batch_size, 1, "give the number of pairs on one rank")
         self.batch_size, self.seed = batch_size, seed
         self.place: tuple[int, int] | None = None
         self.repeats_epoch = False
@@ -343,8 +342,7 @@ class BlendedBatchSampler(BatchSampler):
     ) -> None:
         super().__init__(batch_size, seed)
         *self._offsets, self._num_rows = accumulate(sizes, initial=0)
-        if steps_per_epoch is not None and steps_per_epoch < 1:
-            raise OptionError("steps_per_epoch", steps_per_epoch, "must be >= 1", "leave it out for one pass")
+        require_minimum("steps_per_epoch", steps_per_epoch, 1, "leave it out for one pass", optional=True)
         self.sizes = tuple(sizes)
         self.proportions: Proportions = proportions
         self.temperature = temperature

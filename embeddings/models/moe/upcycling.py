@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
-from embeddings.common import OptionError
+from embeddings.common import OptionError, require_minimum
 from embeddings.common.distributed import count_values, full_shape
 from embeddings.common.own_folder import replaced_folder, require_replaceable
 from embeddings.common.process import quiet_transformers
@@ -65,9 +65,7 @@ class Upcycling:
 
     def __post_init__(self) -> None:
         for name, minimum in (("num_experts", 1), ("top_k", 1), ("first", 0), ("every", 1), ("noise", 0)):
-            if getattr(self, name) < minimum:
-                fix = "leave it out for the paper's value"
-                raise OptionError(f"upcycling.{name}", getattr(self, name), f"must be >= {minimum}", fix)
+            require_minimum(f"upcycling.{name}", getattr(self, name), minimum, "leave it out for the paper's value")
         if self.top_k > self.num_experts:
             rule = f"must be at most the number of experts, {self.num_experts}"
             raise OptionError("upcycling.top_k", self.top_k, rule, "lower it")
