@@ -273,7 +273,7 @@ def clusters(
     cluster_folder = ClusterFolder(clusters)
     folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
     if not folder.is_dir():
-        fix = "give the vectors of the same source, which `cluster --model` writes"
+        fix = "give the vectors of the same source, which `cluster` writes"
         raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
     surrogates = SurrogateVectors(folder, cluster_folder.source_key, check_files=False)
     points = draw_cluster_points(cluster_folder, surrogates, num_clusters, rows_per_cluster, seed)
