@@ -96,20 +96,6 @@ def test_anchor_weights_are_the_models_own_or_those_that_this_pooling_would_comp
     )
 
 
-def test_each_option_changes_one_setting_of_the_models_pooling(models, drawing):
-    given = ["layers=-1", "layers=[0,-1]", "axis=query", "per-head=false", "include-first=false"]
-    assert show("anchor-tokens", models, "anchor", TEXT) == 0
-    for option in [*given, "by-visible-queries=true"]:
-        assert show("anchor-tokens", models, "anchor", TEXT, f"--{option}") == 0
-    assert drawing[0][1] == "anchor: its own anchor weights"
-    assert {drawn[1] for drawn in drawing[1:]} == {"anchor: anchor weights with changed settings"}
-    weights = [tuple(drawn[0][0].weight_T.tolist()) for drawn in drawing]
-    # All queries see every token here, so counting them changes nothing.
-    assert len(set(weights[:6])) == 6
-    assert weights[6] == pytest.approx(weights[0], abs=1e-6)
-    assert weights[5][0] == 0 < weights[0][0]
-
-
 def test_the_tokens_head_prompt_and_columns_of_latent_attention(models, drawing, capsys):
     for options in [[], ["--head", "1", "--num-latents", "64"], ["--role", "query"], ["--by-text"]]:
         assert show("latent-attention", models, "latent", TEXT, *options) == 0
@@ -232,7 +218,6 @@ def test_a_report_is_in_the_runs_folder_by_default(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("anchor-tokens --model mean TEXT --layers 9", "among the 2 attention layers"),
         ("latent-attention --model latent TEXT --num-latents 0", "num_latents must be >= 1"),
         ("routing TEXT", "model or runs must be given, got 'neither'; give exactly one: --model DIR TEXT, or --runs"),
         ("routing --model sparse --runs run TEXT", "model or runs must be given, got 'both'"),
