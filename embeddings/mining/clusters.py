@@ -47,6 +47,8 @@ from embeddings.mining.search import Floats
 CLUSTER_SIZE = 512
 # As faiss's max_points_per_centroid.
 VECTORS_PER_CLUSTER = 256
+# Nearest clusters listed for each cluster, for the sampler's tour.
+NUM_NEIGHBOURS = 32
 _BLOCK = 8192
 # Measured with faiss-cpu 1.15: copies of the centroids in memory, and bytes per vector beside its values.
 _CENTROID_COPIES, _BYTES_PER_VECTOR = 4, 24
@@ -168,7 +170,6 @@ class ClusterSettings:
         vectors_per_cluster: Maximum vectors per cluster that k-means is trained on, two for each row of a random sample
             (but at least 131,072 rows); None for all rows. All rows are assigned, from disk.
         memory_gib: Maximum memory for training k-means, in GiB. If not all rows fit, it is trained on a random sample.
-        num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
         shard_size: Rows assigned per shard: the most that is lost when the job is killed.
         seed: Seed of every random choice.
         gpu: Whether k-means and the assignment run on a GPU.
@@ -181,7 +182,6 @@ class ClusterSettings:
     num_runs: int = NUM_RUNS
     vectors_per_cluster: int | None = VECTORS_PER_CLUSTER
     memory_gib: float = 16.0
-    num_neighbours: int = 32
     shard_size: int = 65_536
     seed: int = 0
     gpu: bool = False
@@ -278,7 +278,7 @@ def cluster_pairs(
         **resolved,
         "max_training_rows": max_rows,
         "num_clusters": num_clusters,
-        "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
+        "num_neighbours": min(NUM_NEIGHBOURS, num_clusters - 1),
     }
     output = Path(output)
     work = output.with_name(f"{output.name}.work")
@@ -352,7 +352,7 @@ def _best_run(runs: ShardedJob) -> KMeans:
 def _merge(job: JobFolder, assigning: ShardedJob, best: KMeans, settings: ClusterSettings) -> dict[str, Any]:
     centroids, objective = best
     assignments = [load_shard(assigning.path(shard), mapped=True) for shard in range(assigning.num_shards)]
-    lists = neighbour_lists(centroids, settings.num_neighbours, settings.library)
+    lists = neighbour_lists(centroids, NUM_NEIGHBOURS, settings.library)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
     sizes = np.sum([np.bincount(assignment, minlength=len(centroids)) for assignment in assignments], axis=0)
     statistics = {

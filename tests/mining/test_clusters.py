@@ -20,7 +20,7 @@ from tests.helpers.refusals import refused
 from tests.mining.pair_sources import content, made_vectors, topic_of, topic_source
 
 pytest.importorskip("faiss")
-SETTINGS = ClusterSettings(num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2)
+SETTINGS = ClusterSettings(num_clusters=5, num_iterations=4, num_runs=3, shard_size=16, seed=2)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_each_row_belongs_to_the_centroid_nearest_to_its_query_and_document(feat
     expected = (features.rows(np.arange(60)) @ folder.centroids.T).argmax(axis=1)
     ids = np.load(tmp_path / "out" / "cluster_ids.npy")
     assert ids.tolist() == expected.tolist()
-    assert folder.neighbours.shape == (5, 3)
+    assert folder.neighbours.shape == (5, 4)
     assert sorted(content(tmp_path / "out")) == [
         "centroids.npy", "cluster_ids.npy", "manifest.json", "neighbours.npy", "offsets.npy", "rows_by_cluster.npy",
     ]  # fmt: skip
