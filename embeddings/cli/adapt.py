@@ -105,7 +105,8 @@ def adapt(
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
     QuerySettings(training_share=training_share)
     if queries is None:
-        refuse_given({"query_columns": query_columns, "training_share": training_share}, "needs --queries")
+        unused = {"query_columns": query_columns, "training_share": training_share}
+        refuse_given(unused | {"hold_out_judged": None if hold_out_judged else False}, "needs --queries")
     tokenizer(language)
     if endpoint is None:
         form = None if endpoint_form == "line" else endpoint_form

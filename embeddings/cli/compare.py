@@ -137,7 +137,7 @@ def interpolate(
         raise OptionError("trained", models, "needs --data, which chooses one of them", "give one model")
     chosen, place, facts = models[0], DEFAULT_SHARE if share is None else share, dict[str, object]()
     if data is None:
-        refuse_given({"vectors": vectors}, "needs --data")
+        refuse_given({"vectors": vectors, "precision": None if precision == "auto" else precision}, "needs --data")
     else:
         test = RetrievalSet.read(data.resolve().name, data)
         for each in models[1:]:

@@ -65,7 +65,8 @@ class ContextOptions:
     def draw(self, encoder: Encoder) -> Context | None:
         if self.context is not None:
             return choose_context(encoder, self.context, self.context_size, self.context_seed)
-        refuse_given({"context_size": self.context_size}, "needs a corpus to draw from", "name one with --context")
+        given = {"context_size": self.context_size, "context_seed": self.context_seed or None}
+        refuse_given(given, "needs a corpus to draw from", "name one with --context")
         return None
 
 
