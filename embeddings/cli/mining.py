@@ -8,6 +8,7 @@ from operator import sub
 from pathlib import Path
 from typing import Any, Literal
 
+from embeddings.cli.parser import listed
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.errors import refuse_given
@@ -110,7 +111,7 @@ def mine(
         reranker: A cross-encoder, a directory or Hub id, whose scores become the targets of the loss MarginMSE.
         shard_size: Records per shard.
     """
-    models = [model] if isinstance(model, str) else model
+    models = listed(model)
     encoded = encoding.encoded(len(models))
     search.check()
     judged = None
@@ -275,8 +276,7 @@ def decontaminator(
         given = {"bm25_threshold": bm25_threshold, "decontaminate_documents": None if documents else False}
         refuse_given(given, rule, "give --decontaminate FOLDER")
         return None
-    roots = folders if isinstance(folders, list) else [folders]
-    return Decontaminator(evaluation_texts(roots, documents), bm25_threshold)
+    return Decontaminator(evaluation_texts(listed(folders), documents), bm25_threshold)
 
 
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:

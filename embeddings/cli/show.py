@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from embeddings import figures
+from embeddings.cli.parser import listed
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table, one_line
@@ -36,7 +37,7 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
 
 
 def _runs(given: Path | list[Path]) -> list[Path]:
-    runs = [given] if isinstance(given, Path) else given
+    runs = listed(given)
     if not runs:
         raise OptionError("run", runs, "must not be empty", "give a folder such as checkpoints/runs/NAME/version_0")
     return runs
@@ -195,7 +196,7 @@ def contextual_shift(
         context_size: Number of documents in a context; default the model's number.
         seed: Random seed of the draws.
     """
-    corpora = [corpus] if isinstance(corpus, Path) else corpus
+    corpora = listed(corpus)
     if not 1 <= len(corpora) <= MAX_CORPORA:
         rule = f"must have from 1 to {MAX_CORPORA} corpora"
         raise OptionError("corpus", list(map(str, corpora)), rule, "give one, or several as [A,B]")
