@@ -111,7 +111,6 @@ OPERATIONS = {
     "mine exact*": Operation(MINE, linear=False, max_rows=100_000),
     "mine ivf*": Operation(f"{MINE} --index ivf"),
     "cluster vectors*": Operation(f"{CLUSTER} --model MODEL", linear=False),
-    "cluster bm25": Operation(f"{CLUSTER} --features bm25", linear=False),
     "encode*": Operation(ENCODE),
     "evaluate*": Operation("evaluate --model MODEL --data evaluation --output scores.json --precision float32"),
     "search exact*": Operation(SEARCH, before=(ENCODE,), linear=False),

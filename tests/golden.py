@@ -71,7 +71,6 @@ JOBS = {
     "filter": f"filter --model {MODEL} --input IN/records.jsonl --output OUT/kept.parquet --near_duplicates 0.8 "
     "--decontaminate IN/docstrings/eval/validation",
     "cluster": f"cluster --model {MODEL} --input IN/records.jsonl --output OUT/clusters --cluster_size 32",
-    "cluster_bm25": "cluster --features bm25 --input IN/records.jsonl --output OUT/clusters --cluster_size 32",
     "encode": f"encode --model {MODEL} --input IN/corpus.jsonl --output OUT/vectors",
     "encode_int8": f"encode --model {MODEL} --input IN/corpus.jsonl --output OUT/vectors --vector_format int8 "
     "--precision float32",

@@ -158,7 +158,8 @@ def make_queries(
     settings = settings or QuerySettings()
     require_replaceable(output, {"kind": KIND})
     if log is None:
-        refuse_given({"query_columns": columns, "training_share": settings.training_share}, "needs --queries")
+        given = {"query_columns": columns, "training_share": settings.training_share}
+        refuse_given(given | {"hold_out_judged": None if settings.hold_out_judged else False}, "needs --queries")
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,

@@ -18,7 +18,7 @@ from embeddings.adaptation.real_queries import REAL, deciding_items, read_log, w
 from embeddings.adaptation.verdict import HYBRID, MIN_REAL_QUERIES, START, TRAINED, WHITENED, rank_queries
 from embeddings.cli.compare import CARD_SECTION
 from embeddings.cli.export import component
-from embeddings.cli.parser import CONFIGS, chooses, located, read_configs
+from embeddings.cli.parser import CONFIGS, chooses, listed, located, read_configs
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import program, refuse_given
 from embeddings.common.io import (
@@ -105,7 +105,8 @@ def adapt(
         raise OptionError("minutes", minutes, "must be > 0 and finite", "30 is the default")
     QuerySettings(training_share=training_share)
     if queries is None:
-        refuse_given({"query_columns": query_columns, "training_share": training_share}, "needs --queries")
+        unused = {"query_columns": query_columns, "training_share": training_share}
+        refuse_given(unused | {"hold_out_judged": None if hold_out_judged else False}, "needs --queries")
     tokenizer(language)
     if endpoint is None:
         form = None if endpoint_form == "line" else endpoint_form
@@ -136,7 +137,7 @@ def adapt(
     given |= {"--endpoint-form": endpoint_form if endpoint_form != "line" else None}
     inputs = [word for option, value in given.items() if value is not None for word in (option, value)]
     renamed = ["--columns", json.dumps(columns)] if columns else []
-    others = general if isinstance(general, list) else None if general is None else [general]
+    others = None if general is None else listed(general)
     if dry_run:
         steps.run(documents, renamed, inputs, configs, others, minutes)
         return

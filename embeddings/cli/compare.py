@@ -16,6 +16,7 @@ from embeddings.adaptation.weights import (
     interpolate_models,
     write_whitened,
 )
+from embeddings.cli.parser import listed
 from embeddings.cli.retrieval import TUNE
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
@@ -73,8 +74,7 @@ def compare(
         precision: Format of matrix products.
         context_size: Number of documents that a contextual model draws as context from each corpus.
     """
-    roots, others = (_listed(each) for each in (data, general))
-    models = [] if trained is None else [trained] if isinstance(trained, str) else trained
+    roots, others, models = listed(data), listed(general), listed(trained)
     if not roots:
         raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
     if (hybrid_weight == TUNE) != (validation is not None):
@@ -96,10 +96,6 @@ def compare(
     write_manifest(folder, {**VERDICT, "complete": True})
     print(format_verdict(verdict))
     print(f"\nwrote {folder / 'report.html'}, verdict.json and queries.jsonl")
-
-
-def _listed(value: Path | list[Path] | None) -> list[Path]:
-    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def interpolate(
@@ -128,7 +124,7 @@ def interpolate(
         precision: Format of matrix products on `data`.
     """
     require_replaceable(output)
-    models = [trained] if isinstance(trained, str) else list(dict.fromkeys(trained))
+    models = list(dict.fromkeys(listed(trained)))
     if not models:
         raise InputError("--trained", "has no model", "give one, or several as [MODEL, MODEL]")
     if share is not None and data is not None:
@@ -137,7 +133,7 @@ def interpolate(
         raise OptionError("trained", models, "needs --data, which chooses one of them", "give one model")
     chosen, place, facts = models[0], DEFAULT_SHARE if share is None else share, dict[str, object]()
     if data is None:
-        refuse_given({"vectors": vectors}, "needs --data")
+        refuse_given({"vectors": vectors, "precision": None if precision == "auto" else precision}, "needs --data")
     else:
         test = RetrievalSet.read(data.resolve().name, data)
         for each in models[1:]:
@@ -164,9 +160,9 @@ def interpolate(
         print(f"nDCG@10 on {len(test.folder.queries)} validation queries{over}")
         print(format_table([("trained", "share", "nDCG@10", "")[first:], *(row[first:] for row in rows)], "<"))
         for each, found in scores.items():
-            listed = ", ".join(f"{score:.4f} at {at:g}" for at, score in found.items())
+            scored = ", ".join(f"{score:.4f} at {at:g}" for at, score in found.items())
             name = "chosen by" if each == chosen else f"not chosen: {shown_name(each)}"
-            facts[name] = f"nDCG@10 on {len(test.folder.queries)} validation queries{over}: {listed}"
+            facts[name] = f"nDCG@10 on {len(test.folder.queries)} validation queries{over}: {scored}"
     interpolate_models(start, chosen, output, place, facts)
     print(f"wrote {output}: {place:g} of the way from {start} to {chosen}")
 

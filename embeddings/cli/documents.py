@@ -7,6 +7,7 @@ from embeddings.adaptation.corpus import DEFAULT_SIMILARITY, PassageReport
 from embeddings.adaptation.model_queries import MAX_REQUESTS, Form, QueryModel
 from embeddings.adaptation.queries import MODEL_PAIRS, QueriesReport, QuerySettings, make_queries
 from embeddings.cli.mining import evaluation_texts
+from embeddings.cli.parser import listed
 from embeddings.common.errors import refuse_given
 from embeddings.common.text import format_table, one_line, shorten
 from embeddings.models.model_files import PACKAGED_NAME
@@ -115,7 +116,7 @@ def queries(
     else:
         limit = MAX_REQUESTS if max_requests is None else max_requests
         model = QueryModel(endpoint, endpoint_model, limit, stream, endpoint_form)
-    roots = evaluation_data if isinstance(evaluation_data, list) else [evaluation_data] if evaluation_data else []
+    roots = listed(evaluation_data)
     more = evaluation_texts(roots, documents=False) if roots else None
     report = make_queries(
         passages, output, log=queries, columns=query_columns, evaluation=more, settings=settings, model=model

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.parser import read_configs, reason
+from embeddings.cli.parser import listed, read_configs, reason
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
@@ -164,8 +164,7 @@ def import_checkpoint(
         known_as: The published name of a renamed model whose card defines settings that are in no file:
             `nomic-embed-text-v1.5` or `nomic-embed-text-v2-moe`.
     """
-    bases = [base] if isinstance(base, str) else base or ()
-    made = import_released(source, output, revision, bases, known_as)
+    made = import_released(source, output, revision, listed(base), known_as)
     left = made.report.left
     names = f" ({', '.join(left[:4])}{', …' if len(left) > 4 else ''})" if left else ""
     unused = f", {len(left) or 'none'} unused{names}"
@@ -261,7 +260,7 @@ def compress(
         check_onnx(load_embedder(str(job.source)))
     before = None if folder is None else score(str(job.source), folder, device)
     seconds = -time.perf_counter()
-    configs = [retrain] if isinstance(retrain, Path) else retrain
+    configs = listed(retrain)
     staged = job.run(retraining(configs, pruning) if configs else None)
     seconds += time.perf_counter()
     lines = write_graphs(staged, output, with_int8=format == "onnx-int8") if format != "torch" else []

@@ -8,6 +8,7 @@ from operator import sub
 from pathlib import Path
 from typing import Any, Literal
 
+from embeddings.cli.parser import listed
 from embeddings.cli.retrieval import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.errors import refuse_given
@@ -29,7 +30,6 @@ from embeddings.mining import (
     LevelRules,
     MiningReport,
     NegativeRules,
-    PairFeatures,
     Reranker,
     SearchOptions,
     Teachers,
@@ -38,7 +38,7 @@ from embeddings.mining import (
     filter_pairs,
     mine_negatives,
 )
-from embeddings.mining.clusters import Bm25Features, VectorFeatures, check_svd_dim
+from embeddings.mining.clusters import VectorFeatures, check_svd_dim
 from embeddings.mining.kmeans import check_gpu
 from embeddings.mining.negatives import TextQrels
 from embeddings.synthesis import (
@@ -110,7 +110,7 @@ def mine(
         reranker: A cross-encoder, a directory or Hub id, whose scores become the targets of the loss MarginMSE.
         shard_size: Records per shard.
     """
-    models = [model] if isinstance(model, str) else model
+    models = listed(model)
     encoded = encoding.encoded(len(models))
     search.check()
     judged = None
@@ -168,9 +168,8 @@ def mining_table(report: MiningReport) -> str:
 
 
 def cluster(
+    model: str,
     output: Path,
-    model: str | None = None,
-    features: Literal["vectors", "bm25"] = "vectors",
     svd_dim: int | None = None,
     negatives: bool = False,
     *,
@@ -185,45 +184,35 @@ def cluster(
     columns and suspect_rows as here.
 
     Args:
+        model: The surrogate model, a directory or Hub id.
         output: The folder to write. Vectors go to `OUTPUT.vectors` unless `vectors` names another folder; training
             reads them as a source's `surrogate_vectors`.
-        model: The surrogate model, a directory or Hub id, for `--features vectors`.
-        features: Cluster by the surrogate's vectors, or by words only (`bm25`: BM25 weights and a truncated SVD).
-        svd_dim: Width that [query; document] vectors are reduced to; default all, for `bm25` 128 for each text.
+        svd_dim: Width that [query; document] vectors are reduced to; default all.
         negatives: Whether to encode the records' negatives too, to filter false ones; the clusters do not change.
     """
-    if features == "vectors" and model is None:
-        raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
-    if features == "bm25" and (model is not None or negatives or encoding != EncodingOptions()):
-        rule = "uses neither model nor vectors, negatives, prompts, precision and devices"
-        raise OptionError("features", "bm25", rule, "leave them out")
     check_gpu(settings.library)
     config = records.source()
     source = open_cached(config)
-    row_name = partial(record_place, config, source)
     num_clusters = settings.resolve_num_clusters(len(source.table))
     require_free(output)
     folder = encoding.vectors or output.with_name(f"{output.name}.vectors")
     with discard_on_user_error(output, folder):
-        if model is None:
-            pair_features: PairFeatures = Bm25Features(source, svd_dim, settings.seed, row_name)
-        else:
-            encoder = _load(model, encoding)
-            check_svd_dim(svd_dim, encoder.embedding_dim)
-            # Check the memory that k-means needs before the source is encoded.
-            settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
-            vectors = encode_pairs(
-                encoder,
-                source,
-                folder,
-                encoded=encoding.encoded()[0],
-                task=task.resolve(),
-                negatives=negatives,
-                devices=encoding.device_names,
-                **encoding.prompts,
-            )
-            pair_features = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
-        clusters = cluster_pairs(pair_features, source, output, settings, task.resolve())
+        encoder = _load(model, encoding)
+        check_svd_dim(svd_dim, encoder.embedding_dim)
+        # Check the memory that k-means needs before the source is encoded.
+        settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
+        vectors = encode_pairs(
+            encoder,
+            source,
+            folder,
+            encoded=encoding.encoded()[0],
+            task=task.resolve(),
+            negatives=negatives,
+            devices=encoding.device_names,
+            **encoding.prompts,
+        )
+        features = VectorFeatures(vectors, svd_dim, settings.seed, partial(record_place, config, source))
+        clusters = cluster_pairs(features, source, output, settings, task.resolve())
     if clusters is None:
         print(f"this task's share of {output} is done, other tasks still have rows to assign")
     else:
@@ -286,8 +275,7 @@ def decontaminator(
         given = {"bm25_threshold": bm25_threshold, "decontaminate_documents": None if documents else False}
         refuse_given(given, rule, "give --decontaminate FOLDER")
         return None
-    roots = folders if isinstance(folders, list) else [folders]
-    return Decontaminator(evaluation_texts(roots, documents), bm25_threshold)
+    return Decontaminator(evaluation_texts(listed(folders), documents), bm25_threshold)
 
 
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:

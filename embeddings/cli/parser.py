@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from keyword import iskeyword
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from jsonargparse import (  # type: ignore[attr-defined]
@@ -38,6 +38,12 @@ _FILE_NAME = re.compile(r"[^{\n]+")
 
 # A config as written: its path, or its text, and its content.
 Config = tuple[str, dict[str, Any]]
+Item = TypeVar("Item")
+
+
+def listed(value: Item | list[Item] | None) -> list[Item]:
+    """The values of an option that takes one or several."""
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def located(path: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
+from embeddings.cli.parser import listed
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given
 from embeddings.common.io import GENERATOR, check_manifest, require_own_output, write_json
@@ -65,7 +66,8 @@ class ContextOptions:
     def draw(self, encoder: Encoder) -> Context | None:
         if self.context is not None:
             return choose_context(encoder, self.context, self.context_size, self.context_seed)
-        refuse_given({"context_size": self.context_size}, "needs a corpus to draw from", "name one with --context")
+        given = {"context_size": self.context_size, "context_seed": self.context_seed or None}
+        refuse_given(given, "needs a corpus to draw from", "name one with --context")
         return None
 
 
@@ -389,7 +391,7 @@ def evaluate(
     if (data is None) == (tasks is None):
         which = "neither" if data is None else "both"
         raise OptionError("data", which, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
-    widths = [dimensions] if isinstance(dimensions, int) else dimensions
+    widths = None if dimensions is None else listed(dimensions)
     settings: dict[str, Any] = {"prompt_name": prompt_name, "widths": widths}
     settings |= {"context_size": context_size, "context_seed": context_seed}
 
@@ -403,7 +405,7 @@ def evaluate(
         if data == []:
             raise InputError("--data", "has no folder", "give one, or several as [FOLDER, FOLDER]")
         refuse_given({"instructions": instructions, **asdict(task)}, "has no effect without --tasks")
-        rule, roots = hybrid.rule(may_tune=True), data if isinstance(data, list) else [data]
+        rule, roots = hybrid.rule(may_tune=True), listed(data)
         if output is not None:
             require_own_output(output)
         encoder = load()

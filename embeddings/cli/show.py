@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from embeddings import figures
+from embeddings.cli.parser import listed
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import refuse_given, require_minimum
 from embeddings.common.text import format_table, one_line
@@ -36,7 +37,7 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
 
 
 def _runs(given: Path | list[Path]) -> list[Path]:
-    runs = [given] if isinstance(given, Path) else given
+    runs = listed(given)
     if not runs:
         raise OptionError("run", runs, "must not be empty", "give a folder such as checkpoints/runs/NAME/version_0")
     return runs
@@ -54,16 +55,10 @@ def anchor_tokens(
     output: Path = Path("anchor-tokens.html"),
     prompt_name: str | None = None,
     role: Literal["document", "query"] = "document",
-    axis: Literal["key", "query"] | None = None,
-    layers: int | list[int] | None = None,
-    per_head: bool | None = None,
-    include_first: bool | None = None,
-    by_visible_queries: bool | None = None,
 ) -> None:
     """Show the weights of anchor-token-aware pooling on the tokens of texts.
 
-    A model with this pooling shows its own weights; other models show the weights that this pooling would compute. The
-    defaults of its settings, from `axis` on, are those of the model or else of the pooling.
+    A model with this pooling shows its own weights; other models show the weights that this pooling would compute.
 
     Args:
         texts: The texts, shown with a common colour scale.
@@ -71,27 +66,14 @@ def anchor_tokens(
         output: The HTML file to write.
         prompt_name: Name of the model's prompt to prepend to each text; default the role's. Its tokens get no weight.
         role: Role of the texts, which determines the default prompt and the maximum length.
-        axis: `key`: the attention that a token receives; `query`: how evenly its attention is distributed.
-        layers: Layers whose attention is used, from 0 or, if negative, from the last: `-1`, or several as `[-1,-2]`.
-        per_head: Whether each head has the same weight.
-        include_first: Whether to pool the first token of a text.
-        by_visible_queries: Whether to divide weights by the number of queries that see the token.
     """
     _check_texts(texts)
     figures.check_output(output, needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
-    own = embedder.pooling if isinstance(embedder.pooling, AnchorTokenPooling) else None
-    settings = AnchorTokenPooling(embedder.hidden_size).arguments() if own is None else own.arguments()
-    options = {"axis": axis, "layers": [layers] if isinstance(layers, int) else layers, "per_head": per_head}
-    options |= {"include_first": include_first, "by_visible_queries": by_visible_queries}
-    given = {name: value for name, value in options.items() if value is not None}
-    try:
-        pooling = AnchorTokenPooling(embedder.hidden_size, **{**settings, **given})
-    except ValueError as error:
-        raise OptionError("layers", layers, str(error), "leave it out for the last layer") from error
-    whose = ": its own anchor weights" if not given else ": anchor weights with changed settings"
-    if own is None:
-        whose = f" ({pooling_name(embedder.pooling).replace('_', '-')} pooling): hypothetical anchor weights"
+    pooling, whose = embedder.pooling, ": its own anchor weights"
+    if not isinstance(pooling, AnchorTokenPooling):
+        whose = f" ({pooling_name(pooling).replace('_', '-')} pooling): hypothetical anchor weights"
+        pooling = AnchorTokenPooling(embedder.hidden_size)
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
     described = ", ".join(f"{name} {value}" for name, value in pooling.arguments().items())
     title, subtitle = f"{one_line(Path(model).name, 40)}{whose}", f"Anchor-token-aware pooling: {described}."
@@ -213,7 +195,7 @@ def contextual_shift(
         context_size: Number of documents in a context; default the model's number.
         seed: Random seed of the draws.
     """
-    corpora = [corpus] if isinstance(corpus, Path) else corpus
+    corpora = listed(corpus)
     if not 1 <= len(corpora) <= MAX_CORPORA:
         rule = f"must have from 1 to {MAX_CORPORA} corpora"
         raise OptionError("corpus", list(map(str, corpora)), rule, "give one, or several as [A,B]")
@@ -272,7 +254,7 @@ def clusters(
     cluster_folder = ClusterFolder(clusters)
     folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
     if not folder.is_dir():
-        fix = "give the vectors of the same source, which `cluster --model` writes"
+        fix = "give the vectors of the same source, which `cluster` writes"
         raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
     surrogates = SurrogateVectors(folder, cluster_folder.source_key, check_files=False)
     points = draw_cluster_points(cluster_folder, surrogates, num_clusters, rows_per_cluster, seed)

@@ -30,7 +30,7 @@ from embeddings.common.errors import CHECKOUT, program, refuse_given, require
 from embeddings.common.io import atomic_path, file_lock, read_json_or_empty, require_own_output
 from embeddings.common.process import EXIT_RESUMABLE, is_first_process, num_processes
 from embeddings.common.text import format_table
-from embeddings.figures.run_facts import metrics_path, read_curves
+from embeddings.figures.run_facts import is_finished, metrics_path, read_curves
 
 SEED_KEY = "seed_everything"
 # Options that the sweep gives to each run.
@@ -81,8 +81,7 @@ class Run:
     @property
     def status(self) -> str:
         record = read_json_or_empty(self.part / "run.json")
-        is_done = (record.get("end") or {}).get("how") == "finished"
-        return "done" if is_done else "unfinished" if record else "missing"
+        return "done" if is_finished(record) else "unfinished" if record else "missing"
 
     def result(self, metric: Metric) -> "Result":
         """The result of a finished run; an `InputError` if it has not logged the metric."""

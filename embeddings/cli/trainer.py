@@ -28,6 +28,7 @@ from embeddings.common.errors import shown
 from embeddings.common.io import read_json_or_empty
 from embeddings.common.process import is_first_process, logger, quiet_libraries
 from embeddings.common.protocols import ChecksBeforeModel, ChecksRun, RunData, as_config
+from embeddings.figures.run_facts import is_finished
 from embeddings.inference.encoder import has_native_bfloat16
 from embeddings.modules.base import BaseModule
 from embeddings.strategies.ranks import set_up_ranks
@@ -214,11 +215,7 @@ def check_new_folder(trainer: L.Trainer, run: Mapping[str, Any], is_auto: bool) 
 
 def _is_unfinished(folder: Path, run: Mapping[str, Any]) -> bool:
     config = read_yaml(folder / "config.yaml", f"{folder}/config.yaml")
-    return first_difference(config, run) is None and not _is_finished(read_json_or_empty(folder / "run.json"))
-
-
-def _is_finished(record: Mapping[str, Any]) -> bool:
-    return (record.get("end") or {}).get("how") == "finished"
+    return first_difference(config, run) is None and not is_finished(read_json_or_empty(folder / "run.json"))
 
 
 def checks_before_model(trainer: L.Trainer, data: Any, checkpoint: str | None) -> Iterator[Callable[[], None]]:
@@ -341,7 +338,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     for folder in (Path(str(saved.get("folder"))), *list(path.parents)[:2]):
         record = read_json_or_empty(folder / "run.json")
         if saved.get("id") and record.get("id") == saved["id"]:
-            if is_auto or not (_is_finished(record) or _difference(content, run, None)):
+            if is_auto or not (is_finished(record) or _difference(content, run, None)):
                 return ResumedRun(folder, int(content.get("global_step", 0)))
             return None
     return None

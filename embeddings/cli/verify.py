@@ -56,6 +56,10 @@ def verify(
         _write(model, device)
         return
     refuse_given(of_server if url is None else of_library, f"has no effect with{'out' * (url is None)} --url")
+    if library != "sentence-transformers":
+        refuse_given({"trust_code": trust_code or None}, "has no effect without --library sentence-transformers")
+    if library in ("onnx", "onnx-int8"):
+        refuse_given({"precision": precision}, f"has no effect with --library {library}, a graph of one precision")
     folder = resolve_model(model)
     golden = read_golden(folder)
 

@@ -38,6 +38,11 @@ def read_run_record(run: Path) -> dict[str, Any]:
     return _read(run / "run.json", json.loads)
 
 
+def is_finished(record: Mapping[str, Any]) -> bool:
+    """Whether the process of a `run.json` trained to its last step."""
+    return (record.get("end") or {}).get("how") == "finished"
+
+
 def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(str(path), "no such file", _HINT)

@@ -6,7 +6,7 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
-    from embeddings.mining.clusters import Bm25Features, ClusterSettings, PairFeatures, VectorFeatures, cluster_pairs
+    from embeddings.mining.clusters import ClusterSettings, VectorFeatures, cluster_pairs
     from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs, rank_pairs
     from embeddings.mining.ivf import IvfSearch, VectorIndex, build_index, build_ivf, recall_of
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrayTask",
-    "Bm25Features",
     "ClusterSettings",
     "Decontaminator",
     "DocumentSearch",
@@ -32,7 +31,6 @@ __all__ = [
     "LevelRules",
     "MiningReport",
     "NegativeRules",
-    "PairFeatures",
     "PairIndex",
     "PairVectors",
     "Reranker",

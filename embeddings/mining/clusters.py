@@ -1,19 +1,15 @@
-"""Clustering of a source of pairs: the features of pairs, and the folder that the clustered sampler reads."""
+"""Clustering of a source of pairs: the surrogate features of pairs, and the folder that the clustered sampler reads."""
 
 import math
 import os
-import re
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import regex
-import torch
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError, require_minimum
@@ -32,8 +28,6 @@ from embeddings.common.progress import progress_bar
 from embeddings.common.random import KeyedPermutation, derive_seed
 from embeddings.data.samplers.clustered import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
-from embeddings.inference.bm25 import UNSPACED
-from embeddings.inference.encoder import unit_rows
 from embeddings.mining.faiss_library import faiss_version
 from embeddings.mining.kmeans import (
     NUM_ITERATIONS,
@@ -53,6 +47,8 @@ from embeddings.mining.search import Floats
 CLUSTER_SIZE = 512
 # As faiss's max_points_per_centroid.
 VECTORS_PER_CLUSTER = 256
+# Nearest clusters listed for each cluster, for the sampler's tour.
+NUM_NEIGHBOURS = 32
 _BLOCK = 8192
 # Measured with faiss-cpu 1.15: copies of the centroids in memory, and bytes per vector beside its values.
 _CENTROID_COPIES, _BYTES_PER_VECTOR = 4, 24
@@ -64,49 +60,13 @@ RowName = Callable[[int], str]
 
 # More rows do not change axes of a few hundred dimensions noticeably. k-means always uses as many.
 MAX_FITTED_ROWS = 1 << 17
-# Rows for the axes of words. Of 36,000 docstrings, a quarter has axes with 0.92 of the energy of all, and the same
-# agreement of nearest neighbours with BM25.
-MAX_AXES_ROWS = 1 << 15
 
 
-class PairFeatures(ABC):
-    """A unit vector for each row of a source of pairs, computed on demand.
-
-    What is fitted to the rows (axes, term weights) is computed by one process and passed to the others as `learned`,
-    because two machines would compute different bits.
-    """
-
-    num_rows: int
-    embedding_dim: int
-    fields: dict[str, Any]
-    row_name: RowName
-    learned: dict[str, NDArray[Any]] | None = None
-
-    @abstractmethod
-    def fit(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are fitted to the rows, by name."""
-
-    @abstractmethod
-    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
-        """The query features and the document features of some rows, (n, d) float32 each."""
-
-    def rows(self, rows: Int64s) -> Floats:
-        """The features of ascending rows, (n, embedding_dim) float32, unit rows."""
-        return self._joined(self.sides(rows), rows)
-
-    def both_orders(self, rows: Int64s) -> tuple[Floats, Floats]:
-        """The features of ascending rows with the query first, and with the document first, from one reading."""
-        sides = self.sides(rows)
-        return self._joined(sides, rows), self._joined(sides[::-1], rows)
-
-    def _joined(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
-        return unit_features(np.concatenate(sides, axis=1), rows, self.row_name)
-
-
-class VectorFeatures(PairFeatures):
+class VectorFeatures:
     """A surrogate's vectors [q; d] or [d; q], d the row's first positive, optionally reduced to principal axes.
 
-    The axes are those of the second moments of both orders, without centring, so that both orders share them.
+    The axes are those of the second moments of both orders, without centring, so that both orders share them. They are
+    computed by one process and passed to the others as `learned`, because two machines would compute different bits.
 
     Args:
         vectors: The surrogate's unit vectors.
@@ -122,9 +82,10 @@ class VectorFeatures(PairFeatures):
     ) -> None:
         width = vectors.query_shards.embedding_dim
         check_svd_dim(svd_dim, width)
-        self._vectors, self._svd_dim, self._seed, self.row_name = vectors, svd_dim, seed, row_name
+        self._vectors, self._svd_dim, self._seed, self._row_name = vectors, svd_dim, seed, row_name
+        self.learned: dict[str, NDArray[Any]] = {}
         self.num_rows, self.embedding_dim = vectors.index.num_queries, svd_dim or 2 * width
-        self.fields = {"features": "vectors", "svd_dim": svd_dim}
+        self.fields: dict[str, Any] = {"features": "vectors", "svd_dim": svd_dim}
         for role, shards in (("query", vectors.query_shards), ("document", vectors.document_shards)):
             made = check_manifest(shards.folder, {})
             self.fields |= {f"{role}_{name}": made[name] for name in ("model_sha256", "precision", "prompt_name")}
@@ -139,24 +100,35 @@ class VectorFeatures(PairFeatures):
         starts = range(0, len(rows), _BLOCK)
         for start in progress_bar(None, "reducing the vectors", "block", iterable=starts):
             block = rows[start : start + _BLOCK]
-            sides = self.sides(block)
+            sides = self._sides(block)
             for order in (sides, sides[::-1]):
-                vectors = super()._joined(order, block).astype(np.float64)
+                vectors = self._joined(order, block).astype(np.float64)
                 moments += vectors.T @ vectors
         _, axes = np.linalg.eigh(moments)
         return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
 
-    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
+    def rows(self, rows: Int64s) -> Floats:
+        """The features of ascending rows, (n, embedding_dim) float32, unit rows."""
+        return self._reduced(self._sides(rows), rows)
+
+    def both_orders(self, rows: Int64s) -> tuple[Floats, Floats]:
+        """The features of ascending rows with the query first, and with the document first, from one reading."""
+        sides = self._sides(rows)
+        return self._reduced(sides, rows), self._reduced(sides[::-1], rows)
+
+    def _sides(self, rows: Int64s) -> tuple[Floats, Floats]:
         vectors, index = self._vectors, self._vectors.index
         documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
         return vectors.query_shards.take(rows), vectors.document_shards.take(documents)
 
     def _joined(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
-        vectors = super()._joined(sides, rows)
+        return unit_features(np.concatenate(sides, axis=1), rows, self._row_name)
+
+    def _reduced(self, sides: tuple[Floats, Floats], rows: Int64s) -> Floats:
+        vectors = self._joined(sides, rows)
         if self._svd_dim is None:
             return vectors
-        assert self.learned is not None
-        return unit_features(vectors @ self.learned["axes"], rows, self.row_name)
+        return unit_features(vectors @ self.learned["axes"], rows, self._row_name)
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
@@ -182,150 +154,8 @@ def sample_rows(num_rows: int, max_rows: int, seed: int) -> Int64s:
     return np.sort(KeyedPermutation(num_rows, seed)(np.arange(max_rows)))
 
 
-DEFAULT_DIM = 128
-_NUM_HASHES = 1 << 18
-# A word with its vowel signs, or a character of a script without spaces between words.
-_TERM = regex.compile(rf"(?:[^\W{UNSPACED}]|(?![{UNSPACED}])\p{{M}})+|[{UNSPACED}]")
-_ASCII_TERM = re.compile(r"\w+")
-_K1, _B = 1.2, 0.75
-_NUM_ROUNDS, _EXTRA_AXES = 7, 10
-# The share of the time of the features that counting words takes.
-_COUNT_SHARE = 0.15
 # The share of the time of a run of k-means that reading the features takes.
 _READ_SHARE = 0.1
-
-
-class Bm25Features(PairFeatures):
-    """BM25 weights of the words of query and document, reduced by a truncated SVD to unit length, and concatenated.
-
-    A word w that occurs f times in a text t has the weight idf(w)·f·(k1 + 1) / (f + k1·(1 - b + b·|t| / mean length));
-    words are hashed to 2^18 columns. Weights are fitted to both sides of at most 131,072 rows. The axes are fitted to
-    32,768 of these, with a last round over all.
-
-    Args:
-        source: A converted source of pairs.
-        svd_dim: Reduced width of each text; the features are twice as wide. None: 128, or fewer with few rows.
-        seed: Seed of the sample of rows, and of the SVD's random start.
-        row_name: Name of a row in messages, such as its file and line.
-
-    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, appendix (sparse variant); BM25 of Robertson & Zaragoza 2009
-    with k1 1.2, b 0.75. Differs: which sparse features CDE uses is not stated.
-    """
-
-    def __init__(
-        self, source: CachedSource, svd_dim: int | None = None, seed: int = 0, row_name: RowName = "row {}".format
-    ) -> None:
-        if source.classes is not None:
-            raise InputError(str(source.folder), "contains labelled texts, not pairs", "use conversion: pairs")
-        self._table, self._seed, self.row_name = source.table, seed, row_name
-        self.num_rows = len(source.table)
-        max_dim = min(2 * min(self.num_rows, MAX_AXES_ROWS), _NUM_HASHES)
-        if svd_dim is not None and not 1 <= svd_dim <= max_dim:
-            raise OptionError("svd_dim", svd_dim, f"must be between 1 and the {max_dim} texts", "128 is usual")
-        self._dim = svd_dim or min(DEFAULT_DIM, max_dim)
-        self.embedding_dim = 2 * self._dim
-        self.fields = {"features": "bm25", "svd_dim": self._dim}
-
-    def fit(self) -> dict[str, NDArray[Any]]:
-        """The terms that occur, (t,), their weights, (t,), the texts' mean length and the axes, (t, svd_dim)."""
-        rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "bm25"))
-        queries, documents = self._texts(rows)
-        counts = _term_counts([*queries, *documents])
-        frequency = np.bincount(counts.indices, minlength=_NUM_HASHES)
-        terms = np.flatnonzero(frequency)
-        if not len(terms):
-            raise InputError(self.row_name(0), "no row contains a word", "use --features vectors")
-        num_texts = counts.shape[0]
-        learned: dict[str, NDArray[Any]] = {
-            "terms": terms,
-            "idf": np.log1p((num_texts - frequency[terms] + 0.5) / (frequency[terms] + 0.5)),
-            "mean_length": np.array(counts.sum() / num_texts),
-        }
-        # The solver needs as many columns as axes; with few words the other axes are zero.
-        num_axes = min(self._dim, len(terms))
-        axes = np.zeros((len(terms), self._dim), dtype=np.float32)
-        weights = _bm25_weights(counts, learned)
-        some = sample_rows(len(rows), MAX_AXES_ROWS, derive_seed(self._seed, "axes"))
-        is_all = len(some) == len(rows)
-        few = weights if is_all else weights[np.concatenate([some, len(rows) + some])]
-        fitted = _principal_axes(few, num_axes, derive_seed(self._seed, "svd"))
-        axes[:, :num_axes] = fitted if is_all else _extended_axes(weights, fitted)
-        return {**learned, "axes": axes}
-
-    def sides(self, rows: Int64s) -> tuple[Floats, Floats]:
-        assert self.learned is not None
-        axes = self.learned["axes"]
-        weights = (_bm25_weights(_term_counts(texts), self.learned) for texts in self._texts(rows))
-        query_ND, document_ND = (unit_rows(np.asarray(w.astype(np.float32) @ axes)) for w in weights)
-        return query_ND, document_ND
-
-    def _texts(self, rows: Int64s) -> tuple[list[str], list[str]]:
-        stored = self._table.rows(rows)
-        return [row.query for row in stored], [row.positives[0] for row in stored]
-
-
-def _term_counts(texts: Sequence[str]) -> Any:
-    from scipy import sparse
-    from sklearn.feature_extraction.text import HashingVectorizer
-
-    columns: dict[str, Any] = {"n_features": _NUM_HASHES, "alternate_sign": False, "norm": None}
-    vectorizer = HashingVectorizer(**columns, tokenizer=_terms, token_pattern=None)
-    starts = progress_bar(None, "counting words", "block", iterable=range(0, len(texts), _BLOCK), share=_COUNT_SHARE)
-    return sparse.vstack([vectorizer.transform(texts[start : start + _BLOCK]) for start in starts], format="csr")
-
-
-def _terms(text: str) -> list[str]:
-    terms: list[str] = (_ASCII_TERM if text.isascii() else _TERM).findall(text)
-    return terms
-
-
-def _principal_axes(weights: Any, num_axes: int, seed: int) -> NDArray[np.float64]:
-    """The first right singular vectors of a sparse matrix (n, t), (t, num_axes), by randomised subspace iteration.
-
-    Source: Halko, Martinsson & Tropp 2011, arXiv:0909.4061, Algorithms 4.4 and 5.1, as scikit-learn's `TruncatedSVD`.
-    """
-    from scipy.linalg import lu
-
-    sides = np.random.RandomState(seed % 2**32).normal(size=(weights.shape[0], num_axes + _EXTRA_AXES))
-    # The end costs as much as five rounds.
-    with progress_bar(_NUM_ROUNDS + 5, "reducing the words", "round") as bar:
-        for _ in range(_NUM_ROUNDS):
-            axes, _ = lu(weights.T @ sides, permute_l=True)
-            bar.update(0.5)
-            sides, _ = lu(weights @ axes, permute_l=True)
-            bar.update(0.5)
-        axes = _orthonormal(weights.T @ sides)
-        del sides
-        bar.update(2.5)
-        *_, rotation = torch.linalg.svd(torch.from_numpy(weights @ axes), full_matrices=False)
-        bar.update(2.5)
-    axes = (axes @ rotation.numpy().T)[:, :num_axes]
-    largest = np.abs(axes).argmax(axis=0)
-    return np.asarray(axes * np.sign(axes[largest, range(num_axes)]))
-
-
-def _extended_axes(weights: Any, axes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The axes of some rows of a matrix after a round over all rows, so that no word of the others is lost."""
-    extended = np.zeros_like(axes)
-    for start in range(0, weights.shape[0], _BLOCK):
-        block = weights[start : start + _BLOCK]
-        extended += block.T @ (block @ axes)
-    return _orthonormal(extended)
-
-
-def _orthonormal(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """An orthonormal basis of the columns; by torch, because scipy would stop the thread that prints progress."""
-    basis: NDArray[np.float64] = torch.linalg.qr(torch.from_numpy(columns))[0].numpy()
-    return basis
-
-
-def _bm25_weights(counts: Any, learned: dict[str, NDArray[Any]]) -> Any:
-    length = np.asarray(counts.sum(axis=1)).ravel()
-    weights = counts[:, learned["terms"]].tocsr()
-    weights.sort_indices()
-    per_entry = np.repeat(_K1 * (1 - _B + _B * length / learned["mean_length"]), np.diff(weights.indptr))
-    weights.data = weights.data * (_K1 + 1) / (weights.data + per_entry) * learned["idf"][weights.indices]
-    return weights
 
 
 @dataclass(frozen=True)
@@ -340,7 +170,6 @@ class ClusterSettings:
         vectors_per_cluster: Maximum vectors per cluster that k-means is trained on, two for each row of a random sample
             (but at least 131,072 rows); None for all rows. All rows are assigned, from disk.
         memory_gib: Maximum memory for training k-means, in GiB. If not all rows fit, it is trained on a random sample.
-        num_neighbours: Nearest clusters listed for each cluster, for the sampler's tour.
         shard_size: Rows assigned per shard: the most that is lost when the job is killed.
         seed: Seed of every random choice.
         gpu: Whether k-means and the assignment run on a GPU.
@@ -353,7 +182,6 @@ class ClusterSettings:
     num_runs: int = NUM_RUNS
     vectors_per_cluster: int | None = VECTORS_PER_CLUSTER
     memory_gib: float = 16.0
-    num_neighbours: int = 32
     shard_size: int = 65_536
     seed: int = 0
     gpu: bool = False
@@ -406,7 +234,7 @@ class ClusterSettings:
 
 
 def cluster_pairs(
-    features: PairFeatures,
+    features: VectorFeatures,
     source: CachedSource,
     output: str | os.PathLike[str],
     settings: ClusterSettings | None = None,
@@ -450,7 +278,7 @@ def cluster_pairs(
         **resolved,
         "max_training_rows": max_rows,
         "num_clusters": num_clusters,
-        "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
+        "num_neighbours": min(NUM_NEIGHBOURS, num_clusters - 1),
     }
     output = Path(output)
     work = output.with_name(f"{output.name}.work")
@@ -493,7 +321,7 @@ def cluster_pairs(
     return ClusterFolder(output)
 
 
-def _training_vectors(features: PairFeatures, num_clusters: int, max_rows: int | None, seed: int) -> Floats:
+def _training_vectors(features: VectorFeatures, num_clusters: int, max_rows: int | None, seed: int) -> Floats:
     """Both orders of the rows to train on, one order after the other, (2n, d) float32; at most `max_rows` rows."""
     rows = sample_rows(features.num_rows, max_rows or features.num_rows, derive_seed(seed, "training rows"))
     if len(rows) < features.num_rows:
@@ -524,7 +352,7 @@ def _best_run(runs: ShardedJob) -> KMeans:
 def _merge(job: JobFolder, assigning: ShardedJob, best: KMeans, settings: ClusterSettings) -> dict[str, Any]:
     centroids, objective = best
     assignments = [load_shard(assigning.path(shard), mapped=True) for shard in range(assigning.num_shards)]
-    lists = neighbour_lists(centroids, settings.num_neighbours, settings.library)
+    lists = neighbour_lists(centroids, NUM_NEIGHBOURS, settings.library)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
     sizes = np.sum([np.bincount(assignment, minlength=len(centroids)) for assignment in assignments], axis=0)
     statistics = {

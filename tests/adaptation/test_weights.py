@@ -217,6 +217,8 @@ def test_the_command_chooses_between_models(tmp_path, capsys, monkeypatch):
         assert f"0.1000 at 0.75, {best[chosen]:.4f} at 1" in card
         assert "not chosen: .../" in card
     assert_refused(capsys, tmp_path, "needs --data", main, [*line, json.dumps(models)])
+    says = "precision needs --data"
+    assert_refused(capsys, tmp_path, says, main, [*line, models[0], "--precision", "bfloat16"])
     assert_refused(capsys, tmp_path, "has no model", main, [*line, "[]"])
 
 

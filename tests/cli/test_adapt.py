@@ -420,6 +420,7 @@ def test_a_models_queries_are_left_aside_without_judgements(documents, model, se
         (["--endpoint-form", "tasks"], "endpoint_form needs --endpoint"),
         (["--endpoint", "http://host/v1", "--endpoint-form", "tasks"], "endpoint_form needs --endpoint-model"),
         (["--training-share", "0.5"], "training_share needs --queries"),
+        (["--no-hold-out-judged"], "hold_out_judged needs --queries"),
         (["--query-columns", "{query: q}"], "query_columns needs --queries"),
         (["--training-share", "0.9", "--queries", "docs"], "training_share must be below 1 - validation_share, 0.75"),
         (["--queries", "columns.jsonl"], "columns.jsonl:1: has no query"),

@@ -157,6 +157,7 @@ def test_passages_become_pairs_and_folders_and_a_table(run, tmp_path, capsys):
         (["--held-out-share", "1.5"], "held_out_share must be >= 0 and < 1"),
         (["--held-out-share", "0"], "there would be no test"),
         (["--training-share", "0.5"], "training_share needs --queries"),
+        (["--no-hold-out-judged"], "hold_out_judged needs --queries"),
         (["--training-share", "0.75"], "training_share must be below 1 - validation_share, 0.75"),
         (["--max-passages", "0"], "max_passages must be >= 1"),
         (["--endpoint-model", "m"], "endpoint_model needs --endpoint"),

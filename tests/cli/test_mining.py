@@ -147,29 +147,22 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("features", ["vectors", "bm25"])
-def test_pairs_are_clustered_and_the_same_command_again_changes_nothing(features, source, model, tmp_path, capsys):
+def test_pairs_are_clustered_and_the_same_command_again_changes_nothing(source, model, tmp_path, capsys):
     output = tmp_path / "clusters"
     line = ["cluster", "--input", str(source), "--output", str(output), "--cluster_size", "8", "--num_iterations", "3"]
-    line += ["--model", model, "--precision", "float32", "--svd_dim", "6"] if features == "vectors" else []
-    line += ["--features", features]
+    line += ["--model", model, "--precision", "float32", "--svd_dim", "6"]
     assert main(line) == 0
     assert f"wrote 5 clusters of 40 rows to {output}" in capsys.readouterr().out
-    manifest = json.loads((output / "manifest.json").read_text())
-    assert manifest["features"] == features
     assert np.load(output / "cluster_ids.npy").max() < 5
-    assert (tmp_path / "clusters.vectors").exists() == (features == "vectors")
+    assert (tmp_path / "clusters.vectors").exists()
     before = content(output)
     assert main(line) == 0
     assert content(output) == before
 
 
 def test_options_that_exclude_each_other_are_refused(source, tmp_path, capsys):
-    line = ["cluster", "--input", str(source), "--output", str(tmp_path / "clusters"), "--features", "bm25"]
+    line = ["cluster", "--input", str(source), "--output", str(tmp_path / "clusters"), "--model", "model"]
     assert_refused(capsys, tmp_path, "replaces cluster_size", main, [*line, "--cluster_size=4", "--num_clusters=4"])
-    for option in ("--negatives", "--query-prompt=query: ", "--precision=bfloat16"):
-        says = "features uses neither model nor vectors, negatives, prompts, precision and devices, got 'bm25'"
-        assert_refused(capsys, tmp_path, says, main, [*line, option])
     line = ["filter", "--input", str(source), "--output", "kept.parquet", "--no-decontaminate-documents"]
     assert_refused(capsys, tmp_path, "decontaminate_documents needs evaluation texts", main, line)
     # As of an unset variable, which would be the working folder.

@@ -228,6 +228,7 @@ EVALUATE = ["evaluate", "--model", "no_model_here", "--output", "out"]
 MISTAKES = [
     ([*SEARCH, "--model", "MODEL", "--context", "good.jsonl"], "is not contextual"),
     ([*SEARCH, "--model", "MODEL", "--context-size", "2"], "needs a corpus to draw"),
+    ([*SEARCH, "--model", "MODEL", "--context-seed", "2"], "context_seed needs a corpus to draw"),
     ([*SEARCH, "--top_k", "0"], "top_k must be"),
     ([*SEARCH, "--interactive"], "interactive has no effect with a query"),
     ([*SEARCH, "--index", "ivf"], "index needs an encoded folder"),

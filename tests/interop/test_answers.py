@@ -140,6 +140,8 @@ def test_a_key_that_a_header_cannot_have_is_not_shown(model, capsys, monkeypatch
         (["--write", "--url", "http://127.0.0.1:9/v1"], "url has no effect with --write"),
         (["--min-cosine", "0"], "min_cosine must be above 0"),
         (["--library", "sentence-transformers", "--precision", "int8"], "precision is not offered"),
+        (["--library", "onnx", "--precision", "bfloat16"], "precision has no effect with --library onnx"),
+        (["--trust-code"], "trust_code has no effect without --library sentence-transformers"),
     ],
 )
 def test_options_that_cannot_apply_are_refused(words, says, model, capsys):

@@ -12,7 +12,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.mining import clusters, kmeans
-from embeddings.mining.clusters import Bm25Features, ClusterSettings, VectorFeatures, cluster_pairs
+from embeddings.mining.clusters import ClusterSettings, VectorFeatures, cluster_pairs
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.forks import in_a_child
 from tests.helpers.interrupts import interrupted_at
@@ -20,7 +20,7 @@ from tests.helpers.refusals import refused
 from tests.mining.pair_sources import content, made_vectors, topic_of, topic_source
 
 pytest.importorskip("faiss")
-SETTINGS = ClusterSettings(num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2)
+SETTINGS = ClusterSettings(num_clusters=5, num_iterations=4, num_runs=3, shard_size=16, seed=2)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_each_row_belongs_to_the_centroid_nearest_to_its_query_and_document(feat
     expected = (features.rows(np.arange(60)) @ folder.centroids.T).argmax(axis=1)
     ids = np.load(tmp_path / "out" / "cluster_ids.npy")
     assert ids.tolist() == expected.tolist()
-    assert folder.neighbours.shape == (5, 3)
+    assert folder.neighbours.shape == (5, 4)
     assert sorted(content(tmp_path / "out")) == [
         "centroids.npy", "cluster_ids.npy", "manifest.json", "neighbours.npy", "offsets.npy", "rows_by_cluster.npy",
     ]  # fmt: skip
@@ -141,28 +141,17 @@ def test_the_memory_for_reddits_65_million_rows_is_as_documented():
     assert [round(2 * few / k) for few in sampled[:2]] == [18, 84]
 
 
-@pytest.mark.parametrize("kind", ["vectors", "bm25"])
-def test_topics_become_clusters(kind, source, tmp_path):
-    if kind == "vectors":
-        topics, noise = unit_vectors(3), 0.2 * unit_vectors(121, seed=3)
-        # Documents are numbered by first appearance: that of row 0, the second one of all rows, that of row 1, …
-        of_document = [topic_of(0), 0, *(topic_of(row) for row in range(1, 60))]
-        queries = topics[[topic_of(row) for row in range(60)]] + noise[:60]
-        documents = topics[of_document] + noise[60:]
-        unit = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents))
-        features = VectorFeatures(made_vectors(tmp_path / "vectors", source, *unit))
-    else:
-        features = Bm25Features(source, 8)
+def test_topics_become_clusters(source, tmp_path):
+    topics, noise = unit_vectors(3), 0.2 * unit_vectors(121, seed=3)
+    # Documents are numbered by first appearance: that of row 0, the second one of all rows, that of row 1, …
+    of_document = [topic_of(0), 0, *(topic_of(row) for row in range(1, 60))]
+    queries = topics[[topic_of(row) for row in range(60)]] + noise[:60]
+    documents = topics[of_document] + noise[60:]
+    unit = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents))
+    features = VectorFeatures(made_vectors(tmp_path / "vectors", source, *unit))
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=3, num_iterations=20, shard_size=16))
     ids = np.load(tmp_path / "out" / "cluster_ids.npy")
     assert len({(topic_of(row), int(ids[row])) for row in range(60)}) == 3
-
-
-def test_terms_are_words_and_characters_of_scripts_without_spaces():
-    first, second, third = clusters._term_counts(["法国的首都", "首都在法国 a city", "A City, naïve"]).toarray() > 0
-    assert (first & second).sum() == 4
-    assert (second & third).sum() == 2
-    assert [int(row.sum()) for row in (first, second, third)] == [5, 7, 3]
 
 
 @pytest.mark.parametrize(
@@ -200,11 +189,14 @@ def test_other_options_or_another_source_are_refused_by_name(features, source, t
     before = content(tmp_path / "out")
     with pytest.raises(InputError, match="field 'num_clusters' is 5, expected 6"):
         cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=6))
-    with pytest.raises(InputError, match="field 'features' is 'vectors', expected 'bm25'"):
-        cluster_pairs(Bm25Features(source), source, tmp_path / "out", SETTINGS)
+    reduced = VectorFeatures(made_vectors(tmp_path / "vectors", source), 6)
+    refused(
+        InputError, "field 'svd_dim' is None, expected 6", cluster_pairs, reduced, source, tmp_path / "out", SETTINGS
+    )
     (tmp_path / "other").mkdir()
     other = topic_source(tmp_path / "other", 61)
-    refused(InputError, "field 'source_key'", cluster_pairs, Bm25Features(other), other, tmp_path / "out", SETTINGS)
+    features = VectorFeatures(made_vectors(tmp_path / "other vectors", other))
+    refused(InputError, "field 'source_key'", cluster_pairs, features, other, tmp_path / "out", SETTINGS)
     assert content(tmp_path / "out") == before
 
 

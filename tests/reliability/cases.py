@@ -17,7 +17,7 @@ Make = Callable[[Place], object]
 MAX_CHARACTERS = 300
 
 # Command lines that most cases use; their input files are made by the case.
-CLUSTER = "cluster --features bm25 --num-clusters 2 --svd-dim 2 --input pairs.jsonl --output out"
+CLUSTER = "cluster --model MODEL --num-clusters 2 --svd-dim 2 --input pairs.jsonl --output out"
 ENCODE = "encode --model MODEL --input corpus.jsonl --output out"
 EVALUATE = "evaluate --model MODEL --data eval --output scores.json"
 FILTER = "filter --input pairs.jsonl --output out.parquet"

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from tests.reliability.cases import CLUSTER, FIT, Make, at, callback, chosen, nothing, put, run
+from tests.reliability.cases import FIT, Make, at, callback, chosen, nothing, put, run
 from tests.reliability.world import Place
 
 
@@ -92,5 +92,4 @@ CASES = {
     FIT + " --model.init_args.optimizer.init_args.lr=nan": {
         "NaN as a learning rate": (run(), "model.optimizer.lr: expected float, got nan")
     },
-    CLUSTER + " --model MODEL": {"BM25 features with a model": (nothing, "features uses neither model nor vectors")},
 }

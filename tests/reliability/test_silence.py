@@ -152,7 +152,6 @@ def commands(num_rows: int) -> list[str]:
         f"mine {source} --output mined.parquet {vectors} --precision float32 --margin null --num-negatives 4",
         f"cluster {source} --output clusters {vectors} --precision float32 --cluster-size 8 --num-iterations 100 "
         "--num-runs 1",
-        f"cluster {source} --output words --features bm25 --num-iterations 5 --num-runs 1",
         "index --vectors vectors",
         "compress --model model --output small --prune sparsegpt --calibration first/pairs.jsonl "
         f"--num-texts {num_rows}",
