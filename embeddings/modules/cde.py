@@ -296,8 +296,8 @@ class CDEModule(ContrastiveModule):
         first = set(self.embedder.first_stage.parameters())
         return [p for p in self.parameters() if p.requires_grad and (p in first) == (self._phase == "frozen")]
 
-    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
-        super()._check_schedule(trainer, steps)
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None, is_exact: bool = False) -> None:
+        super()._check_schedule(trainer, steps, is_exact)
         num_words, total_steps = self.first_stage_training.word_steps, self._schedule.total_steps or steps
         if trainer.fast_dev_run or total_steps is None or not num_words:  # type: ignore[attr-defined]
             return
