@@ -119,7 +119,10 @@ class FitLoop(_FitLoop):
         super().on_run_end()
         step, num_steps = self.trainer.global_step, self.trainer.estimated_stepping_batches
         if step < num_steps < float("inf") and _time_is_over(self.trainer):
-            where = f"at step {step:,} of {num_steps:,}, before the end of the learning rate's schedule"
+            rates = [each.scheduler.get_last_lr()[0] for each in self.trainer.lr_scheduler_configs]
+            where = f"at step {step:,} of {num_steps:,}" + "".join(
+                f", at a learning rate of {rate:.2g}" for rate in rates
+            )
             logger.warning("the time limit (max_time) ended training %s: allow more time, or fewer steps", where)
         if self._continues_run:
             remove_superseded(self.trainer)

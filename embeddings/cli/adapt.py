@@ -322,6 +322,7 @@ class Steps:
         embedder = Embedder.from_pretrained(self.model)
         pooling = component(f"embeddings.models.{type(embedder.pooling).__name__}", **embedder.pooling.arguments())
         model = {"initial_model": self.model, "pooling": pooling, "normalize": embedder.normalize}
+        model["schedule"] = {"within_max_time": True}
         # Prompts and lengths are the starting model's.
         data = {"text": None, "batch_size": BATCH_SIZE, "num_negatives": num_negatives}
         return {

@@ -57,7 +57,7 @@ from embeddings.modules.distillation import LayerTeacher, VectorTeacher, WidthMa
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, replaced_options, scale_rates, state_per_weight
 from embeddings.training.plan import LossSize, Setting, Texts, trace_embedder
-from embeddings.training.strategy import has_plain_weights, shard, training_strategy
+from embeddings.training.strategy import has_plain_weights, shard, time_left, training_strategy
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 PoolingFactory = Callable[[int], Pooling]
@@ -215,8 +215,8 @@ class BaseModule(KeepsArguments, L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser of the trainable parameters, and its schedule, which advances once per optimiser step."""
-        optimizer = self._make_optimizer()
-        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps(), self.rate_factor)
+        optimizer, left = self._make_optimizer(), partial(time_left, self.trainer)
+        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps(), self.rate_factor, left)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

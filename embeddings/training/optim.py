@@ -77,11 +77,15 @@ class Schedule:
             the run's steps, rounded down. NV-Embed: 50 (Table 11).
         decay: After the warm-up `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
         total_steps: Optimiser steps of the full run; None for the trainer's.
+        within_max_time: Whether the rate also falls to zero by the trainer's `max_time`: its fraction of the peak is
+            at most the fraction of the time that is left. A run that ends earlier than its time is not changed by a
+            linear decay, and is not exactly repeatable otherwise.
     """
 
     warmup_steps: int | float = 0.1
     decay: Literal["linear", "cosine", "constant"] = "linear"
     total_steps: int | None = None
+    within_max_time: bool = False
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or (self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps)):
@@ -104,13 +108,24 @@ class Schedule:
         return left if self.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
 
     def scheduler(
-        self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
+        self,
+        optimizer: Optimizer,
+        trainer_steps: int | None,
+        part_factor: PartFactor | None = None,
+        time_left: Callable[[], float] = lambda: 1.0,
     ) -> LambdaLR:
-        """A PyTorch scheduler that scales the optimiser's peak rates; `part_factor` replaces `factor`."""
+        """A PyTorch scheduler that scales the optimiser's peak rates; `part_factor` replaces `factor`.
+
+        `time_left` is the fraction of the trainer's time that is left, for `within_max_time`.
+        """
         steps = self._length(trainer_steps) or int(self.warmup_steps) + 1
 
         def factor_of_part(part: str | None) -> Callable[[int], float]:
-            return lambda step: self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
+            def factor(step: int) -> float:
+                planned = self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
+                return min(planned, time_left()) if self.within_max_time else planned
+
+            return factor
 
         return LambdaLR(optimizer, [factor_of_part(group.get("part")) for group in optimizer.param_groups])
 

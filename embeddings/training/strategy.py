@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -141,3 +143,12 @@ def sharded_like(full: Any, sharded: Any) -> Any:
         tensor = full.to(sharded.device, sharded.dtype)
         return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
     return full
+
+
+def time_left(trainer: L.Trainer) -> float:
+    """The fraction of the trainer's `max_time` that is left, equal on all ranks; 1 without a limit."""
+    left = 1.0
+    for timer in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(timer, Timer) and (seconds := timer.time_remaining()) is not None:
+            left = min(left, max(0.0, seconds / (seconds + timer.time_elapsed())))
+    return trainer.strategy.broadcast(left)

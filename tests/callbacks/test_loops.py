@@ -281,18 +281,25 @@ def test_a_finished_run_trains_only_up_to_a_higher_limit(
         (tmp_path / "final.pt").unlink()
 
 
+@pytest.mark.parametrize("within", [False, True])
 def test_a_run_whose_time_is_over_says_so_and_continues_only_if_it_gets_more(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    within: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = preempted_config(tmp_path)
+    schedule = {"warmup_steps": 0, "decay": "constant", "within_max_time": within}
+    config["model"]["init_args"] |= {"schedule": schedule, "optimizer": component("torch.optim.SGD", lr=0.5)}
     config["trainer"]["callbacks"] = [component(NOTES, folder=str(tmp_path), seconds=0.4), KEEP]
     config["trainer"]["max_time"] = {"seconds": 1}
     done = tmp_path / "steps0.txt"
     assert main(fit_words(tmp_path, config)) == 0
     num_steps = len(done.read_text().split())
     assert 0 < num_steps < 6
-    ended = f"(max_time) ended training at step {num_steps} of 6, before the end of the learning rate's schedule"
-    assert ended in capfd.readouterr().err
+    ended = f"(max_time) ended training at step {num_steps} of 6, at a learning rate of "
+    _, found, rest = capfd.readouterr().err.partition(ended)
+    rate = float(rest.split(":")[0])
+    assert found
+    # Two steps of 0.4 s leave at most a fifth of the time.
+    assert (rate <= 0.1) if within else (rate == 0.5)
     assert main(fit_words(tmp_path, config)) == 0
     assert len(done.read_text().split()) == num_steps
     config["trainer"]["max_time"] = {"hours": 1}

@@ -223,6 +223,8 @@ def test_a_config_without_a_method_follows_the_usual_one_and_keeps_its_learning_
     run = yaml.safe_load(Path("mine/run/logs/version_0/config.yaml").read_text())
     assert run["model"]["init_args"]["lora"]["rank"] == 16
     assert run["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 1e-3
+    schedule = {"warmup_steps": 0.1, "decay": "linear", "total_steps": None, "within_max_time": True}
+    assert run["model"]["init_args"]["schedule"] == schedule
     assert run["data"]["init_args"]["text"] is None
     adapted, start = (Embedder.from_pretrained(folder) for folder in ("mine/adapted", "decoder"))
     assert adapted.text == start.text

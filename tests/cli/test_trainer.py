@@ -151,7 +151,8 @@ def test_a_scripts_record_has_all_arguments(tmp_path: Path) -> None:
     assert model["loss"]["init_args"].items() >= {"temperature": 0.1, "tile_size": None}.items()
     assert model["optimizer"]["class_path"] == "torch.optim.AdamW"
     assert model["optimizer"]["init_args"].items() >= {"lr": 0.01, "weight_decay": 0.01, "betas": [0.9, 0.999]}.items()
-    assert model["schedule"] == {"warmup_steps": 1, "decay": "linear", "total_steps": 4}
+    schedule = {"warmup_steps": 1, "decay": "linear", "total_steps": 4, "within_max_time": False}
+    assert model["schedule"] == schedule
     assert data["sources"][0].items() >= {"path": str(tmp_path / "pairs.jsonl"), "weight": 1.0}.items()
     assert (data["text"]["query_max_length"], data["batch_size"]) == (16, 8)
     assert data["sampler"] == {"class_path": "embeddings.data.BlendedBatchSampler"}

@@ -122,6 +122,23 @@ def test_a_run_that_goes_on_after_its_decay_is_rejected():
     Schedule().check(61, is_exact=True)
 
 
+def test_the_rate_falls_to_zero_with_the_time_only_within_max_time():
+    left = iter([1.0, 0.95, 0.9, 0.3, 0.0])
+    rates = {}
+    for within in (False, True):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+        schedule = Schedule(warmup_steps=2, within_max_time=within)
+        scheduler = schedule.scheduler(optimizer, 10, time_left=lambda: next(left))
+        rates[within] = [optimizer.param_groups[0]["lr"]]
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step()
+            rates[within].append(optimizer.param_groups[0]["lr"])
+    assert rates[False] == [1.0, 2.0, 2.0, 2.0 * 7 / 8, 2.0 * 6 / 8]
+    # The warm-up is kept; the time of the fourth step is short.
+    assert rates[True] == [1.0, 2.0 * 0.95, 2.0 * 0.9, 2.0 * 0.3, 0.0]
+
+
 def test_scale_rates_scales_all_groups_during_a_warm_up() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=1.0)
