@@ -42,6 +42,18 @@ UNTRAINED = {
 }
 # The learning rate that validation chose.
 FAST = ", learning rate 0.002"
+# The other combinations of mask, pooling and start, at that rate. MNTP itself is always without the causal mask.
+GRID = {
+    f"{name}{FAST}": replace(recipe, learning_rate=2e-3)
+    for name, recipe in {
+        "causal, latent": replace(CAUSAL, pooling="latent"),
+        "mask removed, last token": replace(OPEN, pooling="last"),
+        LAST: replace(ADAPTED, pooling="last"),
+        "MNTP, causal, mean": replace(CAUSAL, mntp_steps=150),
+        "MNTP, causal, last token": replace(CAUSAL, mntp_steps=150, pooling="last"),
+        "MNTP, causal, latent": replace(CAUSAL, mntp_steps=150, pooling="latent"),
+    }.items()
+}
 # Variants of which all seeds run; the others of `MORE` run with one.
 _STAGES = ("one stage", "two stages")
 THREE_SEEDS = (
@@ -52,6 +64,7 @@ THREE_SEEDS = (
     *(f"{steps} steps of MNTP, mask removed, latent{FAST}" for steps in (50, 500)),
     *(f"{name}{FAST}" for name in (*MAIN, *_STAGES, "two stages, in-batch negatives in both")),
     *(f"{name}, seven negatives{FAST}" for name in _STAGES),
+    *GRID,
 )
 MORE = {
     "causal, latent": replace(CAUSAL, pooling="latent"),
@@ -98,6 +111,7 @@ MORE = {
         f"{steps} steps of MNTP, mask removed, latent{FAST}": replace(MAIN[WHOLE], mntp_steps=steps, learning_rate=2e-3)
         for steps in (50, 500)
     },
+    **GRID,
 }
 MAIN_GAINS = [
     (WHOLE, "causal, mean"),
@@ -137,6 +151,8 @@ GAINS = [
     (f"{LAST}, 10,200 pairs{FAST}", "untrained, MiniLM"),
     (f"{WHOLE}, 3,840 pairs{FAST}", f"causal, mean, 3,840 pairs{FAST}"),
     (f"{WHOLE}, 3,840 pairs{FAST}", "untrained, MiniLM"),
+    (f"causal, latent{FAST}", f"causal, mean{FAST}"),
+    (f"mask removed, last token{FAST}", f"causal, last token{FAST}"),
 ]
 
 

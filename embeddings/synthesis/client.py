@@ -317,7 +317,8 @@ class ChatClient:
             raise InputError(self.endpoint, f"answers with {problem}", fix) from None
         except self._openai.APIConnectionError as error:
             return _Failure(f"no connection ({one_line(str(error.__cause__ or error), MAX_SHOWN_CHARACTERS)})")
-        except (self._openai.OpenAIError, ValueError, AttributeError, LookupError, TypeError) as error:
+        # A damaged answer raises errors of several libraries.
+        except Exception as error:
             return _Failure(f"the answer broke off ({one_line(str(error), MAX_SHOWN_CHARACTERS)})")
 
     async def _joined(self, parts: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import file_lock, fsync_path
 from embeddings.common.jobs import ArrayTask
 from embeddings.common.process import logger
@@ -321,6 +321,10 @@ class RequestRunner:
                 if self.client.stopped:
                     break
                 if self._exceeds(num_tokens):
+                    if not len(self.journal):
+                        fix = f"allow at least {num_tokens * self.task.count:,}, or fewer tokens per answer"
+                        budget = self.client.limits.token_budget
+                        raise OptionError("token_budget", budget, "must be enough for one request", fix)
                     self.num_tokens_needed = num_tokens
                     break
                 running[asyncio.create_task(self._ask(request, retries, bar))] = num_tokens

@@ -158,6 +158,7 @@ def test_a_wrong_url_key_or_model_is_an_input_error(reply, says):
         (Reply("[1]", breaks_off=True), "the answer ended early"),
         (Reply(body=b'data: {"error": {"message": "overloaded"}}\n\n', headers=EVENTS), "broke off (overloaded)"),
         (Reply(body=b"data: {nonsense\n\n", headers=EVENTS), "the answer broke off ("),
+        (Reply(body=b"no gzip", headers={"Content-Encoding": "gzip"}), "the answer broke off ("),
         (Reply(body=b"data: [1]\n\n", headers=EVENTS), "the answer broke off ("),
         (Reply(body=b'data: {"choices": {"a": 1}}\n\n', headers=EVENTS), "the answer broke off ("),
         (Reply(body=b'data: {"choices": [{"delta": "x"}]}\n\n', headers=EVENTS), "the answer broke off ("),

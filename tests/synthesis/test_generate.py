@@ -193,6 +193,15 @@ def test_a_budget_ends_the_job_with_the_records_so_far(tmp_path, budget):
     assert contents(tmp_path / "job") == contents(tmp_path / "whole")
 
 
+def test_a_budget_too_small_for_one_request_is_refused_and_nothing_is_left(tmp_path):
+    client = FakeClient(sampling=Sampling("m", max_answer_tokens=400), limits=Limits(token_budget=500))
+    message = refused(OptionError, "token_budget must be enough for one request", run, tmp_path / "job", client)
+    needed = int(re.search(r"at least ([\d,]+)", message)[1].replace(",", ""))
+    assert 500 < needed < 3000
+    assert not client.asked
+    assert not (tmp_path / "job").exists()
+
+
 def test_a_dry_run_shows_a_prompt_of_each_kind():
     text = dry_run(PLAN, Templates(MGH))
     for category in MGH.categories:
