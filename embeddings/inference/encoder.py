@@ -28,7 +28,7 @@ from embeddings.common.progress import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import TokenBatch, plan_mini_batches, take_texts
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.precision import HalfProducts, Int8Products, Precision, Products, cpu_flags
+from embeddings.inference.precision import HalfProducts, Int8Products, Precision, Products, has_instructions
 from embeddings.models.compilation import COMPILED_TEXTS, compile_if_possible, is_compiled
 from embeddings.models.contextual import load_embedder
 from embeddings.models.embedder import Embedder
@@ -41,7 +41,6 @@ CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
 CONTEXT_FILE = "context.npy"
-_NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _X86 = {"x86_64", "AMD64"}
 
 
@@ -76,7 +75,7 @@ def has_native_bfloat16(device: torch.device) -> bool:
     """Whether `device` multiplies bfloat16 matrices in hardware."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and not _NATIVE_BF16_FLAGS.isdisjoint(cpu_flags())
+    return device.type == "cpu" and has_instructions("avx512_bf16", "amx_bf16", "bf16")
 
 
 def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -1,11 +1,9 @@
 """The instructions of the CPU, and linear layers in int8 or half precision."""
 
 import platform
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,22 +12,16 @@ from transformers import PreTrainedModel
 
 Precision = Literal["auto", "float32", "bfloat16", "int8"]
 
-_CPU_INFO = Path("/proc/cpuinfo")
-_INT8_PRODUCT_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
-
 
 def has_int8_products() -> bool:
     """Whether an x86 CPU accumulates products of 8-bit numbers in 32 bits."""
-    return not _INT8_PRODUCT_FLAGS.isdisjoint(cpu_flags())
+    return has_instructions("avx512_vnni", "avx_vnni", "amx_int8")
 
 
-@cache
-def cpu_flags() -> frozenset[str]:
-    """The instructions of this CPU; x86 lists them under "flags", Arm under "Features"."""
-    if platform.system() != "Linux" or not _CPU_INFO.is_file():
-        return frozenset()
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text(errors="replace"), re.MULTILINE)
-    return frozenset() if flags is None else frozenset(flags.group(1).split())
+def has_instructions(*names: str) -> bool:
+    """Whether the CPU has one of some sets of instructions; False outside Linux, where none was measured."""
+    known = torch.cpu.get_capabilities() if platform.system() == "Linux" else {}
+    return any(known.get(name) for name in names)
 
 
 _MIN_SCALE = 1e-12

@@ -25,36 +25,21 @@ from tests.models.moe import tiny_moe
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def cpu_flags(tmp_path, monkeypatch):
-    """A function that sets the content of /proc/cpuinfo."""
-
-    def pretend(content):
-        path = tmp_path / "cpuinfo"
-        path.write_text(content)
-        monkeypatch.setattr(precision, "_CPU_INFO", path)
-        monkeypatch.setattr(precision.platform, "system", lambda: "Linux")
-        precision.cpu_flags.cache_clear()
-
-    yield pretend
-    precision.cpu_flags.cache_clear()
-
-
 @pytest.mark.parametrize(
-    ("content", "expected", "has_products"),
+    ("name", "expected", "has_products"),
     [
-        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 vaes\n", torch.bfloat16, False),
-        ("flags : amx_bf16 avx2\n", torch.bfloat16, False),
-        ("Features\t: fp asimd bf16 i8mm\n", torch.bfloat16, False),
-        ("flags\t\t: fpu avx2 avx512_vnni\n", torch.float32, True),
-        ("flags\t\t: avx512_bf16x avx_vnni\n", torch.float32, True),
-        ("model name : bf16 inside\n", torch.float32, False),
+        *((name, torch.bfloat16, False) for name in ("avx512_bf16", "amx_bf16", "bf16")),
+        *((name, torch.float32, True) for name in ("avx512_vnni", "avx_vnni", "amx_int8")),
+        ("avx2", torch.float32, False),
     ],
 )
-def test_bfloat16_and_8_bit_products_follow_the_cpu_flags(cpu_flags, content, expected, has_products):
-    cpu_flags(content)
-    assert resolve_precision("auto", CPU) == expected
-    assert has_int8_products() is has_products
+def test_bfloat16_and_8_bit_products_follow_the_cpus_instructions(name, expected, has_products, monkeypatch):
+    known = {"avx512_bf16": False, "avx_vnni": False, name: True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    monkeypatch.setattr(precision.platform, "system", lambda: "Linux")
+    assert (resolve_precision("auto", CPU), has_int8_products()) == (expected, has_products)
+    monkeypatch.setattr(precision.platform, "system", lambda: "Darwin")
+    assert (resolve_precision("auto", CPU), has_int8_products()) == (torch.float32, False)
 
 
 CUDA, MIXED = torch.device("cuda"), {torch.float32, torch.bfloat16}
