@@ -397,7 +397,8 @@ class Encoder:
                 tokens = pending.result()
                 pending = pool.submit(self._tokenise, block, role, prompt)
                 yield tokens
-            yield pending.result()
+        # Without the thread, since the caller may leave this generator to Python's clean-up, which swallows an exit.
+        yield pending.result()
 
     def _tokenise(self, texts: list[str], role: TextRole, prompt: str) -> TokenBatch:
         with self._tokenizing:

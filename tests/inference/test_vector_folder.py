@@ -438,7 +438,7 @@ def test_an_interrupted_run_resumes(target, number, code, message, model, tmp_pa
     else:
         os.kill(worker_of(process.pid), number)
     errors = process.communicate()[1].decode().strip().splitlines()
-    assert not [line for line in errors if "Traceback" in line]
+    assert not [line for line in errors if "Traceback" in line], "\n".join(errors)
     assert process.returncode == code
     assert errors[-1].startswith("error: ")
     assert message in errors[-1]
