@@ -78,8 +78,8 @@ class Schedule:
         decay: After the warm-up `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
         total_steps: Optimiser steps of the full run; None for the trainer's.
         within_max_time: Whether the rate also falls to zero by the trainer's `max_time`: its fraction of the peak is
-            at most the fraction of the time that is left. A run that ends earlier than its time is not changed by a
-            linear decay, and is not exactly repeatable otherwise.
+            at most that of a linear decay over the time. A linear decay changes only where the steps fall behind the
+            time; such a run is not exactly repeatable.
     """
 
     warmup_steps: int | float = 0.1
@@ -119,11 +119,13 @@ class Schedule:
         `time_left` is the fraction of the trainer's time that is left, for `within_max_time`.
         """
         steps = self._length(trainer_steps) or int(self.warmup_steps) + 1
+        # A linear decay begins after the warm-up.
+        scale = steps / max(1, steps - self.num_warmup_steps(steps))
 
         def factor_of_part(part: str | None) -> Callable[[int], float]:
             def factor(step: int) -> float:
                 planned = self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
-                return min(planned, time_left()) if self.within_max_time else planned
+                return min(planned, scale * time_left()) if self.within_max_time else planned
 
             return factor
 

@@ -135,8 +135,8 @@ def test_the_rate_falls_to_zero_with_the_time_only_within_max_time():
             scheduler.step()
             rates[within].append(optimizer.param_groups[0]["lr"])
     assert rates[False] == [1.0, 2.0, 2.0, 2.0 * 7 / 8, 2.0 * 6 / 8]
-    # The warm-up is kept; the time of the fourth step is short.
-    assert rates[True] == [1.0, 2.0 * 0.95, 2.0 * 0.9, 2.0 * 0.3, 0.0]
+    # Only the fourth step falls behind the time, of which 0.3 is left.
+    assert rates[True] == pytest.approx([1.0, 2.0, 2.0, 2.0 * 0.3 * 10 / 8, 0.0])
 
 
 def test_scale_rates_scales_all_groups_during_a_warm_up() -> None:
